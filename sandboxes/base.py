@@ -1,0 +1,219 @@
+"""The sandbox contract: what a backend promises to whoever runs untrusted commands. It knows nothing of rollouts.
+
+What must always hold (the conformance suite in tests/contract/ checks it against every backend):
+
+* A non-zero exit, a time-out, a kill for memory and nonsense output are results. Only a sandbox that cannot do its work raises.
+* `exec` ends on time whatever the command does: background children, stdin readers, pagers, fork bombs, endless or binary output.
+* Defaults are safe: no network, no capabilities, no new privileges, limits on pids, memory, cpu and disk, no socket of the engine.
+* Leaving `open` detaches; `destroy` removes. Teardown always reaches the removal, and removing what is gone is no error.
+
+* SandboxError                this sandbox, or the backend, cannot do its work: infrastructure, never an observation
+  + SandboxLostError          it is gone or dead; `poll` was asked before this was raised
+  + SandboxStartError         it did not start within its budget
+    - SandboxSpecError        it can never start from this spec (unknown image, bad setup): the task's fault, do not retry
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+MARKER = "\n[... {omitted} bytes omitted ...]\n"
+"""Stands between the head and the tail of an output that was cut."""
+
+DEFAULT_ENV: Mapping[str, str] = {
+    "DEBIAN_FRONTEND": "noninteractive",
+    "GIT_PAGER": "cat",
+    "PAGER": "cat",
+    "GIT_TERMINAL_PROMPT": "0",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "LANG": "C.UTF-8",
+    "HOME": "/root",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+}
+
+
+class SandboxError(Exception):
+    """The sandbox could not do its work. The message names the sandbox and the cure where there is one."""
+
+
+class SandboxLostError(SandboxError):
+    """The sandbox is gone. `by_command`: it died while a command ran in it and the backend itself is well."""
+
+    def __init__(self, message: str, *, by_command: bool = False) -> None:
+        super().__init__(message)
+        self.by_command = by_command
+
+
+class SandboxStartError(SandboxError):
+    """The sandbox did not start."""
+
+
+class SandboxSpecError(SandboxStartError):
+    """The sandbox can never start from this spec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What a sandbox is made from. `files` and `setup` are applied after the start, in this order."""
+
+    image: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    setup: Sequence[str] = ()
+    workdir: str = "/work"
+    network: str = "none"
+    cpus: float = 1.0
+    memory_mib: int = 512
+    pids: int = 256
+    disk_mib: int = 1024
+    env: Mapping[str, str] = field(default_factory=dict)
+    read_only: bool = False
+    runtime: str = "default"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Who owns it (tenant, job, rollout, attempt); the backend adds `rollway=<deployment id>`."""
+    start_s: float = 120.0
+    """Budget in wall time from the call to the first command."""
+    lifetime_s: float = 7200.0
+    """A hard end at the provider, where it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """One command's end. `exit_code` is 128 + n for signal n, and None when it ran out of time.
+
+    stdout and stderr hold at most the cap each, head and tail with `MARKER` between, cut at UTF-8 borders; `truncated` says so.
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+    timed_out: bool = False
+    truncated: bool = False
+    oom_killed: bool = False
+
+
+class Sandbox(Protocol):
+    """A live sandbox. Calls may overlap, except that one shell session runs one command at a time."""
+
+    @property
+    def id(self) -> str:
+        """The backend's own id, enough to `attach` again from another process."""
+        ...
+
+    @property
+    def start_seconds(self) -> float:
+        """Wall time from the call of `create` to readiness; 0.0 after `attach`."""
+        ...
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        max_output_bytes: int,
+        stdin: bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        session: str | None = None,
+    ) -> ExecResult:
+        """Run `argv` to its end. stdin is at end-of-file unless given.
+
+        With `session`, `argv` is `["bash", "-c", script]` and the script runs in the bash of that name, whose directory, variables,
+        functions and background jobs last between calls; a session that ended (exit, time-out) starts anew at the next call.
+        Without one, everything the command started is dead when this returns with `timed_out`. Cancelling kills the command's
+        processes before the cancellation leaves.
+
+        Raises:
+            SandboxLostError: the sandbox is gone.
+            SandboxError: the sandbox could not run the command at all.
+        """
+        ...
+
+    async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+        """Write files at absolute paths, parents made, owned by the sandbox's user; replaces what is there, never follows a link out."""
+        ...
+
+    async def get(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
+        """A tar of these paths (missing ones left out, symlinks kept as links and never followed).
+
+        Raises:
+            SandboxError: more than `max_bytes`.
+        """
+        ...
+
+    async def put_tar(self, archive: bytes) -> None:
+        """Unpack a tar made by `get` at `/`."""
+        ...
+
+    async def kill_all(self) -> None:
+        """Kill every process that was started through `exec`, sessions and daemons included. The sandbox stays usable."""
+        ...
+
+    async def poll(self) -> bool:
+        """Whether it is alive, asked from the backend."""
+        ...
+
+    async def destroy(self) -> None:
+        """Remove it and everything in it. Idempotent; shielded from cancellation by the backend."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxInfo:
+    """One sandbox as the backend lists it."""
+
+    id: str
+    name: str
+    labels: Mapping[str, str]
+    age_s: float
+    alive: bool
+
+
+class SandboxBackend(Protocol):
+    """Where sandboxes come from. A context manager: leaving closes connections, it destroys nothing."""
+
+    name: str
+
+    def open(self, spec: SandboxSpec, *, name: str) -> AbstractAsyncContextManager[Sandbox]:
+        """`create`, and detach on leaving. `name` is chosen by the caller before the call and journaled first."""
+        ...
+
+    async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
+        """Make one, apply files and setup. A failed start leaves nothing behind. A name that is taken by a sandbox with the same
+        owner labels (a lost reply) is removed first; another owner's is an error.
+
+        Raises:
+            SandboxSpecError: unknown image, a setup command that fails: the message is the first error.
+            SandboxStartError: not within `spec.start_s`, engine refused.
+        """
+        ...
+
+    async def attach(self, sandbox_id: str) -> Sandbox:
+        """Find a live sandbox again from any process.
+
+        Raises:
+            SandboxLostError: it is gone.
+        """
+        ...
+
+    async def image_present(self, image: str) -> bool:
+        """Whether `image` can be used without asking a registry."""
+        ...
+
+    async def list(self) -> Sequence[SandboxInfo]:
+        """Every sandbox of this deployment."""
+        ...
+
+    async def sweep(self, *, keep: frozenset[str], older_than_s: float) -> int:
+        """Destroy this deployment's sandboxes that are older than `older_than_s` and whose name is not in `keep`; how many."""
+        ...
+
+    async def ping(self) -> None:
+        """Raises SandboxError with the cure when the backend cannot be reached."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+

@@ -1,0 +1,435 @@
+"""The words of the service as types: what clients send (pydantic, strict, bounded) and what passes between our parts (frozen dataclasses).
+
+Client models refuse unknown fields. A task's `sandbox`, `limits` and `sampling` are laid over the job's defaults at submit time
+(`merge_defaults`), so that what is stored for a group is complete and never changes with the job.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+MAX_GROUP_SIZE = 1024
+"""Redis steps work through one group at a time; a larger one would hold the store too long."""
+
+MAX_VERSION = 2**31 - 1
+"""Versions are exported as int32."""
+
+
+class Outcome(StrEnum):
+    """How a rollout ended, for the trainer."""
+
+    COMPLETED = "completed"
+    """The model ended it."""
+    TRUNCATED = "truncated"
+    """One of the task's limits ended it."""
+    CANCELLED = "cancelled"
+    """The client ended it."""
+    FAILED = "failed"
+    """Infrastructure ended it; never exported."""
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    SUBMITTED = "submitted"
+    """The model called `submit`."""
+    ANSWERED = "answered"
+    """The model answered without calling a tool."""
+    TURN_LIMIT = "turn_limit"
+    TURN_TOKEN_LIMIT = "turn_token_limit"
+    """One reply reached `turn_tokens` without a call in it."""
+    TOKEN_LIMIT = "token_limit"
+    CONTEXT_LIMIT = "context_limit"
+    WALL_LIMIT = "wall_limit"
+    SANDBOX_DESTROYED = "sandbox_destroyed"
+    """The model's own commands destroyed the sandbox twice."""
+
+    @property
+    def outcome(self) -> Outcome:
+        done = {StopReason.SUBMITTED, StopReason.ANSWERED, StopReason.SANDBOX_DESTROYED}
+        return Outcome.COMPLETED if self in done else Outcome.TRUNCATED
+
+
+class GroupState(StrEnum):
+    """Where a group is. It ends exactly once, in one of the last four."""
+
+    QUEUED = "queued"
+    """In the backlog, not yet admitted by the gate."""
+    RUNNING = "running"
+    """Dispatched: charged against the gate."""
+    READY = "ready"
+    """Every member ended; waits for the trainer."""
+    LEASED = "leased"
+    """In a batch that the trainer holds."""
+    ACKED = "acked"
+    DROPPED = "dropped"
+    """Stale or filtered; the reason is counted."""
+    FAILED = "failed"
+    """Infrastructure or a fault of the task."""
+    CANCELLED = "cancelled"
+
+
+class FinishReason(StrEnum):
+    """Why one generation ended, in SGLang's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+# ---------------------------------------------------------------------------------------------------------------- from clients
+
+
+class Wire(BaseModel):
+    """A client's JSON: unknown fields are refused, values are never coerced from other types, NaN and infinities are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or ".." in path.split("/") or "\x00" in path or path.endswith("/"):
+        raise ValueError("must be an absolute path of a file or directory without '..' (for example /work/main.py)")
+    return path
+
+
+def _env_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("must be a name of letters, digits and underscores")
+    return name
+
+
+def _no_nul(text: str) -> str:
+    if "\x00" in text:
+        raise ValueError("must not hold a NUL character")
+    return text
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode without lone surrogates") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_utf8), AfterValidator(_no_nul)]
+AbsolutePath = Annotated[str, Field(max_length=4096), AfterValidator(_absolute), AfterValidator(_utf8)]
+EnvName = Annotated[str, Field(max_length=200), AfterValidator(_env_name)]
+EnvValue = Annotated[str, Field(max_length=131_071), AfterValidator(_utf8), AfterValidator(_no_nul)]
+Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+Url = Annotated[str, Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")]
+
+
+class SandboxFields(Wire):
+    """Where a rollout's tools run."""
+
+    backend: Literal["docker", "process", "modal"] = "docker"
+    image: Annotated[Name, Field(description="image reference; the process backend uses the host's own system")] = "rollway-sandbox:1"
+    files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
+    setup: list[Annotated[Text, Field(max_length=65_536), AfterValidator(_no_nul)]] = Field(default_factory=list, max_length=50)
+    workdir: AbsolutePath = "/work"
+    network: Literal["none", "bridge"] = "none"
+    cpus: float = Field(default=1.0, gt=0, le=64)
+    memory_mib: int = Field(default=512, ge=16, le=262_144)
+    pids: int = Field(default=256, ge=8, le=32_768)
+    disk_mib: int = Field(default=1024, ge=16, le=262_144)
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=200)
+    lazy: bool = True
+    read_only: bool = False
+    runtime: Literal["default", "runsc"] = "default"
+
+
+class Limits(Wire):
+    """What ends a rollout. Tokens are sampled tokens; `wall_s` counts generation, tools and sandbox start, never queues."""
+
+    turns: int = Field(default=50, ge=1, le=10_000)
+    tokens: int = Field(default=32_768, ge=1, le=10_000_000)
+    turn_tokens: int = Field(default=4096, ge=1, le=1_000_000)
+    wall_s: float = Field(default=1800.0, gt=0, le=604_800)
+    tool_s: float = Field(default=120.0, gt=0, le=86_400)
+    tool_output_bytes: int = Field(default=16_384, ge=64, le=10_000_000)
+
+
+class Sampling(Wire):
+    """SGLang sampling parameters a job or task may set. Lengths and stop tokens are the turn loop's."""
+
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=2)
+    min_new_tokens: int | None = Field(default=None, ge=0, le=1_000_000)
+    stop: list[Annotated[Text, Field(min_length=1, max_length=200)]] | None = Field(default=None, max_length=16)
+    regex: Annotated[Text, Field(max_length=65_536)] | None = None
+    json_schema: Annotated[Text, Field(max_length=65_536)] | None = None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether an engine would restart this state in a continued turn: then a cut turn is generated anew."""
+        state = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty, self.min_new_tokens, self.regex, self.json_schema)
+        return any(value is not None for value in state)
+
+
+class ToolFunction(Wire):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+    description: Text = ""
+    parameters: dict[str, JsonValue] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class RunArgv(Wire):
+    """How a custom tool runs in the sandbox: `argv` as it is, the call's arguments as JSON on stdin."""
+
+    argv: list[Annotated[Text, Field(max_length=65_536), AfterValidator(_no_nul)]] = Field(min_length=1, max_length=100)
+
+
+class CustomTool(Wire):
+    type: Literal["function"]
+    function: ToolFunction
+    run: RunArgv
+
+
+BuiltinTool = Literal["bash", "edit_file", "submit"]
+
+
+class CommandVerifier(Wire):
+    """A command that scores what the rollout left behind. `fresh` runs it in a new sandbox that gets the `artifacts` only."""
+
+    files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
+    command: Annotated[Text, Field(min_length=1, max_length=65_536), AfterValidator(_no_nul)]
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    reward: Literal["exit_code", "number", "json"] = "exit_code"
+    sandbox: Literal["fresh", "same"] = "fresh"
+    artifacts: list[AbsolutePath] = Field(default_factory=list, max_length=100)
+    max_artifact_bytes: int = Field(default=67_108_864, ge=1, le=1_073_741_824)
+
+
+class UrlVerifier(Wire):
+    """A reward service: it is sent the trajectory (messages, no token ids unless asked) and answers `{"reward": r, ...}`."""
+
+    url: Url
+    headers: dict[str, EnvValue] = Field(default_factory=dict, max_length=20)
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+
+
+class Message(BaseModel):
+    """One message of the prompt, in the OpenAI form. Text stays text: control markers in it never become control tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text = ""
+    reasoning_content: Text | None = None
+    tool_calls: list[dict[str, JsonValue]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class TaskSpec(Wire):
+    """Prompt, tools, sandbox, verifier and limits: immutable, complete (defaults of the job laid under)."""
+
+    task_id: Name
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    tools: list[BuiltinTool | CustomTool] = Field(default_factory=list, max_length=128)
+    sandbox: SandboxFields = SandboxFields()
+    verifier: CommandVerifier | UrlVerifier | None = None
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [tool if isinstance(tool, str) else tool.function.name for tool in self.tools]
+        if len(set(names)) != len(names):
+            raise ValueError("tools: two tools have one name; give each its own")
+        if self.limits.turn_tokens > self.limits.tokens:
+            raise ValueError("limits.turn_tokens is above limits.tokens; lower it, or raise limits.tokens")
+        if self.messages[-1].role not in ("user", "tool"):
+            raise ValueError("messages: the last one must come from the user or a tool, since the model speaks next")
+        return self
+
+
+class ModelFields(Wire):
+    tokenizer: Name
+    renderer: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] = "auto"
+    context_tokens: int = Field(ge=16, le=100_000_000)
+
+
+class GeneratorSpec(Wire):
+    """One SGLang server, or a router in front of some. `control_urls`: the workers behind a router, for aborts and weights."""
+
+    url: Url
+    max_concurrency: int = Field(default=64, ge=1, le=100_000)
+    api_key: Annotated[str, Field(max_length=4000)] | None = None
+    admin_api_key: Annotated[str, Field(max_length=4000)] | None = None
+    headers: dict[str, EnvValue] = Field(default_factory=dict, max_length=20)
+    control_urls: list[Url] = Field(default_factory=list, max_length=1000)
+
+
+class JobSpec(Wire):
+    """One training run. `staleness_budget: null` turns the gate off; then `queue_groups` bounds what is out and ready."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    model: ModelFields
+    generators: list[Url | GeneratorSpec] = Field(min_length=1, max_length=1000)
+    group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE)
+    groups_per_step: int = Field(default=1, ge=1, le=10_000)
+    steps_per_version: int = Field(default=1, ge=1, le=1000)
+    staleness_budget: int | None = Field(default=1, ge=0, le=10_000)
+    max_requeues: int = Field(default=2, ge=0, le=100)
+    stale_policy: Literal["requeue", "drop", "pace"] = "requeue"
+    weight_update: Literal["in_flight", "abort_resume", "drain"] = "in_flight"
+    zero_variance: Literal["keep", "drop"] = "keep"
+    max_in_flight_rollouts: int = Field(default=256, ge=1, le=1_000_000)
+    queue_groups: int = Field(default=256, ge=1, le=1_000_000)
+    backlog_limit: int = Field(default=10_000, ge=1, le=1_000_000)
+    sandbox: dict[str, JsonValue] = Field(default_factory=dict)
+    limits: dict[str, JsonValue] = Field(default_factory=dict)
+    sampling: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_in_flight_rollouts < self.group_size:
+            raise ValueError("max_in_flight_rollouts is below group_size: no group could ever start; raise it")
+        return self
+
+    @property
+    def generator_specs(self) -> list[GeneratorSpec]:
+        return [GeneratorSpec(url=g) if isinstance(g, str) else g for g in self.generators]
+
+
+class JobPatch(Wire):
+    """What may change in a live job; what is left out stays."""
+
+    generators: list[Url | GeneratorSpec] | None = Field(default=None, min_length=1, max_length=1000)
+    staleness_budget: int | None = Field(default=None, ge=0, le=10_000)
+    max_requeues: int | None = Field(default=None, ge=0, le=100)
+    stale_policy: Literal["requeue", "drop", "pace"] | None = None
+    zero_variance: Literal["keep", "drop"] | None = None
+    max_in_flight_rollouts: int | None = Field(default=None, ge=1, le=1_000_000)
+    queue_groups: int | None = Field(default=None, ge=1, le=1_000_000)
+    backlog_limit: int | None = Field(default=None, ge=1, le=1_000_000)
+    groups_per_step: int | None = Field(default=None, ge=1, le=10_000)
+    steps_per_version: int | None = Field(default=None, ge=1, le=1000)
+    sandbox: dict[str, JsonValue] | None = None
+    limits: dict[str, JsonValue] | None = None
+    sampling: dict[str, JsonValue] | None = None
+
+
+def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Lay a client's task over its job's defaults, field by field inside `sandbox`, `limits` and `sampling`."""
+    merged = dict(task)
+    for part, defaults in (("sandbox", job.sandbox), ("limits", job.limits), ("sampling", job.sampling)):
+        given = merged.get(part, {})
+        if isinstance(given, Mapping) and (defaults or given):
+            merged[part] = {**defaults, **given}
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------------------- between our parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Sampled tokens `[start, end)` of one generation and the policy version (and lineage) that sampled them."""
+
+    version: int
+    start: int
+    end: int
+    lineage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One answer of a generator: N sampled tokens, aligned.
+
+    token_ids int[N], logprobs float[N] in nats, spans cover [0, N) without gaps. `seconds` is wall time of the call.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: tuple[VersionSpan, ...]
+    finish: FinishReason
+    matched: int | str | None = None
+    cached_tokens: int = 0
+    generator: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """What the model asked for. `error` set: it could not be understood; it is answered in its place and never run."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None
+    error: str | None = None
+    raw: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the model is shown for one tool call."""
+
+    call_id: str
+    name: str
+    text: str
+    seconds: float = 0.0
+    failed: bool = False
+    """The call could not be understood, ran out of time or exited non-zero; for counting, the text says it to the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row for the trainer; T tokens.
+
+    token_ids int32[T], loss_mask uint8[T] (1 exactly on sampled tokens), logprobs float32[T] in nats (0.0 where the mask is 0),
+    versions int32[T] (-1 where the mask is 0), prompt_len: tokens before the first sampled one.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Where a rollout's time went, in seconds."""
+
+    queued_s: float = 0.0
+    sandbox_s: float = 0.0
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+    verify_s: float = 0.0
+    ready_s: float = 0.0
+    """From the rollout's end to its group's lease by the trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """What a rollout produced."""
+
+    rollout_id: str
+    index: int
+    attempt: int
+    outcome: Outcome
+    stop_reason: str
+    reward: float | None
+    reward_detail: dict[str, Any]
+    samples: tuple[Sample, ...]
+    turns: int
+    tool_calls: int
+    timing: Timing
+    oldest_version: int
+    newest_version: int
+    metadata: dict[str, Any]

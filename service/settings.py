@@ -1,0 +1,61 @@
+"""Settings, read from the environment once, at the roofs (`rollway`, `python -m workers`, the Modal app), and passed down."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """One name each, prefix `ROLLWAY_`; lists are separated by commas."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLWAY_", frozen=True, extra="forbid")
+
+    redis_url: SecretStr | None = Field(default=None, description="Redis or Valkey; empty: an embedded Valkey in the data directory")
+    data_dir: Path = Field(default=Path(".rollway"), description="embedded Valkey, made tokenizers")
+    deployment_id: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="label of our sandboxes")
+    allow_lossy_redis: bool = Field(default=False, description="start on a Redis that evicts or does not persist (logged)")
+
+    api_keys: Annotated[dict[str, SecretStr], NoDecode] = Field(default_factory=dict, description="tenant:key,tenant2:key2")
+    operator_key: SecretStr | None = Field(default=None, description="for /metrics and operator calls")
+    tokenizer_roots: Annotated[list[Path], NoDecode] = Field(default_factory=list, description="directories that tokenizers may lie in")
+    tokenizers: Annotated[list[str], NoDecode] = Field(default_factory=list, description="hub ids that jobs may name")
+    allowed_urls: Annotated[list[str], NoDecode] = Field(default_factory=list, description="URL prefixes on private addresses that jobs may use")
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024)
+    max_event_streams: int = Field(default=4096, ge=1)
+    retain_s: float = Field(default=3600.0, gt=0, description="how long tombstones and idempotency keys stay")
+    grace_s: float = Field(default=20.0, gt=0, description="time to finish and hand back after SIGTERM")
+
+    worker_rollouts: int = Field(default=64, ge=1, le=10_000, description="rollouts in flight in one worker")
+    lease_s: float = Field(default=30.0, gt=1, description="a rollout's lease; renewed at a third of it")
+    max_attempts: int = Field(default=3, ge=1, description="attempts of one rollout before its group fails")
+    generate_timeout_s: float = Field(default=1800.0, gt=0, description="one generation call")
+    verify_concurrency: int = Field(default=16, ge=1)
+
+    docker_host: str | None = Field(default=None, description="engine of the docker backend; empty: the local socket")
+    process_backend: bool = Field(default=False, description="allow the process backend (development only: weaker isolation)")
+    max_starting: int = Field(default=4, ge=1, description="sandboxes starting at once in one worker")
+    max_sandboxes: int = Field(default=256, ge=1, description="sandboxes alive at once in one worker")
+    sandbox_start_s: float = Field(default=120.0, gt=0, description="start budget of one sandbox in wall time")
+    sweep_s: float = Field(default=30.0, gt=0, description="sweep interval")
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        keys = {}
+        for pair in filter(None, (part.strip() for part in value.split(","))):
+            tenant, _, key = pair.partition(":")
+            if not tenant or len(key) < 8:
+                raise ValueError("must be tenant:key pairs separated by commas, each key at least 8 characters")
+            if tenant in keys:
+                raise ValueError(f"names tenant {tenant!r} twice")
+            keys[tenant] = key
+        return keys
+
+    @field_validator("tokenizer_roots", "tokenizers", "allowed_urls", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value

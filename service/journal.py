@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag_fiel
     at: float
 
 
-class Opened(Entry, tag="opened"):
+class Opened(Entry, frozen=True, kw_only=True, array_like=True, tag="opened"):
     """An attempt begins. `queued_s`: time from admission (or requeue) to this lease."""
 
     attempt: int
@@ -36,13 +36,13 @@ class Opened(Entry, tag="opened"):
     version: int = WIRE_VERSION
 
 
-class Prompted(Entry, tag="prompted"):
+class Prompted(Entry, frozen=True, kw_only=True, array_like=True, tag="prompted"):
     """A sample opens with these ids; nothing in them was sampled."""
 
     token_ids: bytes
 
 
-class Generated(Entry, tag="generated"):
+class Generated(Entry, frozen=True, kw_only=True, array_like=True, tag="generated"):
     """Tokens that a generator returned. spans: (version, lineage, start, end) over this entry's tokens.
 
     finish `abort` with `discarded` false: the turn goes on from these ids. `discarded`: the turn is sampled anew and these never train.
@@ -67,7 +67,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error: str | None = None
 
 
-class Replied(Entry, tag="replied"):
+class Replied(Entry, frozen=True, kw_only=True, array_like=True, tag="replied"):
     """The turn's tokens, parsed; the intent of every call in it (P5: durable before any of them runs)."""
 
     content: str
@@ -75,7 +75,7 @@ class Replied(Entry, tag="replied"):
     reasoning: str | None = None
 
 
-class Observed(Entry, tag="observed"):
+class Observed(Entry, frozen=True, kw_only=True, array_like=True, tag="observed"):
     """One call's answer, as the model is shown it. `submitted`: the call was `submit`."""
 
     call_id: str
@@ -86,44 +86,44 @@ class Observed(Entry, tag="observed"):
     submitted: bool = False
 
 
-class Extended(Entry, tag="extended"):
+class Extended(Entry, frozen=True, kw_only=True, array_like=True, tag="extended"):
     """Template and observation ids that follow the turn in the same sample."""
 
     token_ids: bytes
 
 
-class SandboxIntended(Entry, tag="sandbox_intended"):
+class SandboxIntended(Entry, frozen=True, kw_only=True, array_like=True, tag="sandbox_intended"):
     """A sandbox of this name is about to be created."""
 
     backend: str
     name: str
 
 
-class SandboxOpened(Entry, tag="sandbox_opened"):
+class SandboxOpened(Entry, frozen=True, kw_only=True, array_like=True, tag="sandbox_opened"):
     """It exists under this id; durable before its first use (P9)."""
 
     id: str
     seconds: float
 
 
-class SandboxLost(Entry, tag="sandbox_lost"):
+class SandboxLost(Entry, frozen=True, kw_only=True, array_like=True, tag="sandbox_lost"):
     """The model's own commands destroyed it."""
 
     detail: str
 
 
-class Stopped(Entry, tag="stopped"):
+class Stopped(Entry, frozen=True, kw_only=True, array_like=True, tag="stopped"):
     reason: str
     detail: str = ""
 
 
-class Verifying(Entry, tag="verifying"):
+class Verifying(Entry, frozen=True, kw_only=True, array_like=True, tag="verifying"):
     """A verifier is about to run, in a sandbox of this name (empty: the rollout's own, or none)."""
 
     name: str = ""
 
 
-class Scored(Entry, tag="scored"):
+class Scored(Entry, frozen=True, kw_only=True, array_like=True, tag="scored"):
     """The verdict. reward None: left to the trainer. detail: JSON."""
 
     reward: float | None
@@ -159,12 +159,12 @@ def decode(data: bytes) -> AnyEntry:
     return _decoder.decode(data)
 
 
-def pack_ids(ids: Sequence[int] | array[int]) -> bytes:
+def pack_ids(ids: "Sequence[int] | array[int]") -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    return np.frombuffer(data, dtype="<i4").tolist()
+    return array("i", data).tolist()
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:

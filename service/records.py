@@ -179,10 +179,14 @@ class Sampling(Wire):
         return any(value is not None for value in state)
 
 
+def _no_parameters() -> dict[str, JsonValue]:
+    return {"type": "object", "properties": {}}
+
+
 class ToolFunction(Wire):
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
     description: Text = ""
-    parameters: dict[str, JsonValue] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    parameters: dict[str, JsonValue] = Field(default_factory=_no_parameters)
 
 
 class RunArgv(Wire):

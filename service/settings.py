@@ -19,9 +19,9 @@ class Settings(BaseSettings):
 
     api_keys: Annotated[dict[str, SecretStr], NoDecode] = Field(default_factory=dict, description="tenant:key,tenant2:key2")
     operator_key: SecretStr | None = Field(default=None, description="for /metrics and operator calls")
-    tokenizer_roots: Annotated[list[Path], NoDecode] = Field(default_factory=list, description="directories that tokenizers may lie in")
-    tokenizers: Annotated[list[str], NoDecode] = Field(default_factory=list, description="hub ids that jobs may name")
-    allowed_urls: Annotated[list[str], NoDecode] = Field(default_factory=list, description="URL prefixes on private addresses that jobs may use")
+    tokenizer_roots: Annotated[list[Path], NoDecode] = Field(default_factory=list, description="directories tokenizers may lie in")
+    tokenizers: Annotated[list[str], NoDecode] = Field(default_factory=list, description="hub ids jobs may name")
+    allowed_urls: Annotated[list[str], NoDecode] = Field(default_factory=list, description="URL prefixes on private addresses")
     max_body_bytes: int = Field(default=64 * 2**20, ge=1024)
     max_event_streams: int = Field(default=4096, ge=1)
     retain_s: float = Field(default=3600.0, gt=0, description="how long tombstones and idempotency keys stay")

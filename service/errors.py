@@ -12,6 +12,7 @@
   + GeneratorError            SGLang refused, timed out or answered out of contract
   + LeaseLostError            another worker may own the rollout now: stop, write nothing, destroy nothing
   + RolloutCancelledError     the client cancelled the rollout: stop and clean up
+  + VerifierUnavailableError  a reward service is away or answers nonsense: infrastructure
   + TaskFaultError            the task itself is broken (its setup or verifier): the group fails with this reason
   + MisalignedTokensError     a bug of ours or a lying engine; never exported
   + StoreRefusedError         this Redis would lose data: refused at start, with the cure
@@ -98,6 +99,10 @@ class LeaseLostError(RollwayError):
 
 class RolloutCancelledError(RollwayError):
     """The rollout or its group was cancelled while we ran it."""
+
+
+class VerifierUnavailableError(RollwayError):
+    """The reward service could not be reached or did not answer as agreed; trying again may do better."""
 
 
 class TaskFaultError(RollwayError):

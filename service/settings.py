@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=30.0, gt=1, description="a rollout's lease; renewed at a third of it")
     max_attempts: int = Field(default=3, ge=1, description="attempts of one rollout before its group fails")
     generate_timeout_s: float = Field(default=1800.0, gt=0, description="one generation call")
+    worker_metrics_port: int | None = Field(default=None, ge=1, le=65535, description="Prometheus of a worker, on loopback")
     verify_concurrency: int = Field(default=16, ge=1)
 
     docker_host: str | None = Field(default=None, description="engine of the docker backend; empty: the local socket")

@@ -1,0 +1,93 @@
+"""`python -m workers`: settings, signals, wiring. One worker process."""
+
+import asyncio
+import logging
+import signal
+from contextlib import AsyncExitStack
+
+import aiohttp
+import prometheus_client
+import uvloop
+
+from sandboxes.base import SandboxBackend, SandboxError
+from sandboxes.docker import DockerBackend
+from sandboxes.process import ProcessBackend
+from service.groups import Groups
+from service.jobs import Jobs
+from service.leases import Leases
+from service.settings import Settings
+from service.store import open_store
+from workers.resources import JobContexts, Resources
+from workers.worker import Worker, current_rollout
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutFilter(logging.Filter):
+    """Puts the rollout's id on every line logged while it is driven."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rollout_id = current_rollout.get()
+        return True
+
+
+def set_up_logging() -> None:
+    handler = logging.StreamHandler()
+    handler.addFilter(RolloutFilter())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(rollout_id)s] %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+async def open_backends(settings: Settings, stack: AsyncExitStack) -> dict[str, SandboxBackend]:
+    """The backends that answer here. None at all is allowed: tasks without tools need no sandbox."""
+    candidates: list[SandboxBackend] = [
+        DockerBackend(deployment_id=settings.deployment_id, docker_host=settings.docker_host, max_starting=settings.max_starting)
+    ]
+    if settings.process_backend:
+        candidates.append(ProcessBackend(deployment_id=settings.deployment_id, root=settings.data_dir / "sandboxes"))
+    backends: dict[str, SandboxBackend] = {}
+    for backend in candidates:
+        stack.push_async_callback(backend.aclose)
+        try:
+            await backend.ping()
+            backends[backend.name] = backend
+        except SandboxError as error:
+            logger.warning("sandbox backend %s is not offered: %s", backend.name, error)
+    return backends
+
+
+async def run(settings: Settings) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(settings))
+        jobs = Jobs(store, retain_s=settings.retain_s)
+        resources = Resources(
+            settings=settings,
+            leases=Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts),
+            groups=Groups(store, retain_s=settings.retain_s),
+            contexts=await stack.enter_async_context(JobContexts(settings, jobs)),
+            backends=await open_backends(settings, stack),
+            http=await stack.enter_async_context(aiohttp.ClientSession()),
+            verifying=asyncio.Semaphore(settings.verify_concurrency),
+            stopping=stopping,
+        )
+        worker = Worker(store, jobs, resources)
+        logger.info("worker %s: %d slots, sandboxes: %s", worker.name, settings.worker_rollouts, ", ".join(resources.backends) or "none")
+        await worker.run()
+    logger.info("worker %s left", worker.name)
+
+
+def main() -> None:
+    set_up_logging()
+    settings = Settings()
+    if settings.worker_metrics_port is not None:
+        prometheus_client.start_http_server(settings.worker_metrics_port, addr="127.0.0.1")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Every decision of one rollout. Pure: what is journaled goes in, the next step comes out.
+
+The shell around it (`workers/rollout.py`) does what it is told, journals it, and asks again; a worker that takes a rollout over asks
+the same question of the same journal and so does the same thing.
+"""
+
+from dataclasses import dataclass
+
+from service.journal import Call, Progress
+from service.records import FinishReason, Limits, StopReason
+
+CONTEXT_RESERVE = 8
+"""SGLang refuses prompts within 6 tokens of its context length and cuts generations 2 short of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSample:
+    """Render the messages so far as the first ids of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample up to `max_new_tokens` more tokens of the current turn."""
+
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parse:
+    """The turn's tokens are complete; `cut`: by a limit, not by the model."""
+
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer this call: run it, or say what was wrong with it. The others of the turn follow one by one, in the model's order."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Every call is answered: append the observations to the ids, or open the next sample where the template cannot extend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    reason: StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Score what the rollout left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Nothing is left to do."""
+
+
+Step = OpenSample | Generate | Parse | Answer | Extend | Stop | Verify | Finish
+
+
+def next_step(progress: Progress, limits: Limits, *, context_tokens: int) -> Step:
+    """What a rollout with this journal does next."""
+    if progress.scored is not None:
+        return Finish()
+    if progress.stop is not None:
+        return Verify()
+    if progress.samples == 0:
+        return OpenSample()
+    if progress.reply is not None:
+        return _after_reply(progress, limits, context_tokens)
+    return _in_turn(progress, limits, context_tokens)
+
+
+def _in_turn(progress: Progress, limits: Limits, context_tokens: int) -> Step:
+    if progress.finish in (FinishReason.STOP, FinishReason.LENGTH):
+        return Parse(cut=progress.finish is FinishReason.LENGTH)
+    room = _room(progress, limits, context_tokens)
+    if min(room.values()) <= 0:
+        return Parse(cut=True) if progress.turn_tokens else Stop(_exhausted(room))
+    if progress.wall_s >= limits.wall_s:
+        return Stop(StopReason.WALL_LIMIT)
+    return Generate(max_new_tokens=min(room.values()))
+
+
+def _room(progress: Progress, limits: Limits, context_tokens: int) -> dict[StopReason, int]:
+    """How many more tokens each limit leaves this turn."""
+    return {
+        StopReason.TURN_TOKEN_LIMIT: limits.turn_tokens - progress.turn_tokens,
+        StopReason.TOKEN_LIMIT: limits.tokens - progress.sampled,
+        StopReason.CONTEXT_LIMIT: context_tokens - CONTEXT_RESERVE - len(progress.ids),
+    }
+
+
+def _exhausted(room: dict[StopReason, int]) -> StopReason:
+    """The limit that ended a turn: the tightest; an engine that stopped earlier than asked ran out of context."""
+    reason = min(room, key=lambda limit: room[limit])
+    return reason if room[reason] <= 0 else StopReason.CONTEXT_LIMIT
+
+
+def _after_reply(progress: Progress, limits: Limits, context_tokens: int) -> Step:
+    reply = progress.reply
+    assert reply is not None
+    if any(observed.submitted for observed in progress.observed.values()):
+        return Stop(StopReason.SUBMITTED)
+    if not reply.calls:
+        if progress.finish is FinishReason.STOP:
+            return Stop(StopReason.ANSWERED)
+        return Stop(_exhausted(_room(progress, limits, context_tokens)))
+    if progress.wall_s >= limits.wall_s:
+        return Stop(StopReason.WALL_LIMIT)
+    unanswered = progress.open_calls()
+    if unanswered:
+        return Answer(unanswered[0])
+    if progress.turns >= limits.turns:
+        return Stop(StopReason.TURN_LIMIT)
+    if progress.sampled >= limits.tokens:
+        return Stop(StopReason.TOKEN_LIMIT)
+    return Extend()
+
+
+def outcome_unknown(progress: Progress) -> bool:
+    """Whether a worker that takes this journal over cannot know if a tool call ran (P5): then the attempt starts again.
+
+    Calls are answered one by one, so only the first unanswered one can have been started. Calls that are answered without the sandbox
+    (not understood, `submit`) are always safe to answer again.
+    """
+    unanswered = progress.open_calls()
+    return bool(unanswered) and needs_sandbox(unanswered[0])
+
+
+def needs_sandbox(call: Call) -> bool:
+    return call.error is None and call.name != "submit"

@@ -1,0 +1,105 @@
+"""What a worker's rollouts share: the store, the sandbox backends, and per job its chat model and generator pool."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from sandboxes.base import SandboxBackend
+from service.chat import ChatModel, load_chat_model
+from service.generator_pool import GeneratorPool
+from service.groups import Groups
+from service.jobs import JobRecord, Jobs
+from service.leases import Leases
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+"""How old a job's version and generators may be: a version read late is only a lower bound, which is what it is used for."""
+
+
+@dataclass(slots=True)
+class JobContext:
+    """One job as this worker runs it. `record` is renewed at most every REFRESH_S seconds."""
+
+    record: JobRecord
+    chat: ChatModel
+    pool: GeneratorPool
+    read_at: float = field(default_factory=time.monotonic)
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class JobContexts:
+    """The contexts of the jobs this worker has rollouts of. Entering yields it; leaving closes every pool."""
+
+    def __init__(self, settings: Settings, jobs: Jobs) -> None:
+        self._settings = settings
+        self._jobs = jobs
+        self._contexts: dict[str, JobContext] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for context in self._contexts.values():
+            await context.pool.__aexit__(None, None, None)
+        self._contexts.clear()
+
+    async def get(self, job_id: str) -> JobContext:
+        """The job's context, loaded once and refreshed.
+
+        Raises:
+            InvalidError: its tokenizer or renderer cannot be loaded here.
+            NotFoundError: the job is gone.
+        """
+        async with self._loading.setdefault(job_id, asyncio.Lock()):
+            context = self._contexts.get(job_id)
+            if context is None:
+                context = self._contexts[job_id] = await self._load(job_id)
+            elif time.monotonic() - context.read_at > REFRESH_S:
+                await self._refresh(context)
+            context.used_at = time.monotonic()
+            return context
+
+    async def _load(self, job_id: str) -> JobContext:
+        record = await self._jobs.get(job_id)
+        model = record.spec.model
+        chat = await asyncio.to_thread(load_chat_model, model.tokenizer, model.renderer, settings=self._settings)
+        pool = GeneratorPool(record.spec.generator_specs, vocab_size=chat.vocab_size, stop_token_ids=chat.stop_token_ids)
+        await pool.__aenter__()
+        return JobContext(record=record, chat=chat, pool=pool)
+
+    async def _refresh(self, context: JobContext) -> None:
+        record = await self._jobs.get(context.record.job_id)
+        if record.spec.generators != context.record.spec.generators:
+            context.pool.update(record.spec.generator_specs)
+        context.record, context.read_at = record, time.monotonic()
+
+    async def forget(self, job_ids: frozenset[str]) -> None:
+        """Close the contexts of jobs that are not in `job_ids` any more."""
+        for job_id in [job_id for job_id in self._contexts if job_id not in job_ids]:
+            context = self._contexts.pop(job_id)
+            self._loading.pop(job_id, None)
+            await context.pool.__aexit__(None, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Everything a rollout needs, passed down from the roof."""
+
+    settings: Settings
+    leases: Leases
+    groups: Groups
+    contexts: JobContexts
+    backends: dict[str, SandboxBackend]
+    http: aiohttp.ClientSession
+    verifying: asyncio.Semaphore
+    """Bounds verifications that run at once."""
+    stopping: asyncio.Event
+    """Set when the worker leaves: rollouts are handed back at their next step."""

@@ -1,0 +1,426 @@
+"""Drive one leased rollout: ask `next_step`, do it, journal it.
+
+What always holds: everything recorded is durable before the next thing that others could see (a generation, a tool call, a sandbox, a
+verdict); and a rollout leaves this module exactly one way: finished, restarted, handed back, cancelled, or lost with its lease.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxLostError, SandboxSpec, SandboxSpecError
+from service import journal
+from service.errors import (
+    GeneratorError,
+    InvalidError,
+    LeaseLostError,
+    MisalignedTokensError,
+    NotFoundError,
+    TaskFaultError,
+    UnavailableError,
+    VerifierUnavailableError,
+)
+from service.journal import AnyEntry, Progress
+from service.leases import Ended, Lease
+from service.records import FinishReason, Generation, StopReason, TaskSpec
+from workers import metrics
+from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step, outcome_unknown
+from workers.resources import JobContext, Resources
+from workers.tools import error_observation, run_call, sandbox_spec, tool_specs
+from workers.verifier import Verdict, verify
+
+logger = logging.getLogger(__name__)
+
+TEARDOWN_S = 60.0
+"""Removing a sandbox is shielded from cancellation for this long; past it the sweep takes over."""
+
+
+class HandBackError(Exception):
+    """The worker is leaving: the rollout goes back as it stands."""
+
+
+class RestartError(Exception):
+    """This attempt is over, and why. `retry`: a new one may do better."""
+
+    def __init__(self, reason: str, *, retry: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry = retry
+
+
+async def drive(lease: Lease, resources: Resources) -> None:
+    """Run `lease` to whichever end it comes to. Never raises but CancelledError (the lease is lost, or the worker leaves)."""
+    try:
+        task = await resources.groups.task(lease.group_id)
+        context = await resources.contexts.get(lease.job_id)
+        rollout = Rollout(lease, task, context, resources)
+        await rollout.run()
+    except LeaseLostError:
+        logger.warning("lease of %s lost; another worker has it", lease.rollout_id)
+    except NotFoundError:
+        logger.info("%s is gone", lease.rollout_id)
+    except UnavailableError as error:
+        logger.warning("%s left to its lease: %s", lease.rollout_id, error)
+    except InvalidError as error:
+        await _end_attempt(lease, resources, RestartError(f"this worker cannot load the job: {error.detail}", retry=True))
+    except Exception as error:  # the one place where a bad rollout becomes data
+        logger.exception("%s failed", lease.rollout_id)
+        await _end_attempt(lease, resources, RestartError(f"internal: {type(error).__name__}: {error}", retry=True))
+
+
+async def _end_attempt(lease: Lease, resources: Resources, end: RestartError) -> None:
+    metrics.restarts.labels(metrics.reason_class(end.reason)).inc()
+    try:
+        state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry)
+        logger.warning("attempt %d of %s ended (%s): %s", lease.attempt, lease.rollout_id, state, end.reason)
+    except LeaseLostError:
+        logger.info("%s was ended by others", lease.rollout_id)
+    except UnavailableError:
+        logger.warning("%s left to its lease: the store is away", lease.rollout_id)
+
+
+class Rollout:
+    """One leased attempt. `run` is its whole life."""
+
+    def __init__(self, lease: Lease, task: TaskSpec, context: JobContext, resources: Resources) -> None:
+        self._lease = lease
+        self._task = task
+        self._context = context
+        self._resources = resources
+        self._tools = tool_specs(task)
+        self._progress = Progress()
+        self._unwritten: list[AnyEntry] = []
+        self._sandbox: Sandbox | None = None
+        self._keep_sandbox = False
+        """Set when someone else owns the sandbox, or will resume in it."""
+
+    # ------------------------------------------------------------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        try:
+            await self._resume()
+            while True:
+                if self._resources.stopping.is_set():
+                    raise HandBackError
+                step = next_step(self._progress, self._task.limits, context_tokens=self._context.record.spec.model.context_tokens)
+                if isinstance(step, Finish):
+                    break
+                await self._do(step)
+            await self._finish()
+        except HandBackError:
+            await self._hand_back()
+        except RestartError as end:
+            await self._restart(end)
+        except (LeaseLostError, UnavailableError):
+            self._keep_sandbox = True
+            raise
+        except asyncio.CancelledError:
+            self._keep_sandbox = True
+            raise
+        finally:
+            await self._leave_sandbox()
+
+    async def _resume(self) -> None:
+        entries = await self._resources.leases.journal(self._lease.rollout_id) if self._lease.resumed else []
+        self._progress = Progress(entries)
+        if not entries:
+            self._record(journal.Opened(at=time.time(), attempt=self._lease.attempt, worker="", queued_s=self._lease.queued_s))
+            if not self._task.sandbox.lazy and self._task.tools:
+                await self._open_sandbox()
+            return
+        if outcome_unknown(self._progress):
+            raise RestartError("a tool call's outcome is unknown after its worker was lost", retry=True)
+        if self._progress.verifier_name == "" and self._progress.scored is None and self._task.verifier is not None:
+            raise RestartError("verification in the rollout's own sandbox was interrupted", retry=True)
+        if self._progress.sandbox_id is not None and self._progress.scored is None:
+            await self._attach(self._progress.sandbox_id)
+
+    async def _finish(self) -> None:
+        await self._flush()
+        progress = self._progress
+        assert progress.stop is not None
+        assert progress.scored is not None
+        reason = StopReason(progress.stop.reason)
+        state = await self._resources.leases.finish(
+            self._lease,
+            Ended(
+                outcome=reason.outcome,
+                stop_reason=reason,
+                reward=progress.scored.reward,
+                reward_detail=progress.scored.detail,
+                turns=progress.turns,
+                tool_calls=progress.tool_calls,
+                sampled_tokens=progress.sampled,
+                discarded_tokens=progress.discarded,
+                oldest_version=progress.oldest_version,
+                newest_version=progress.newest_version,
+                oldest_lineage=progress.oldest_lineage,
+            ),
+        )
+        metrics.rollouts.labels(reason.outcome, reason).inc()
+        logger.info("%s ended: %s, reward %s; group %s", self._lease.rollout_id, reason, progress.scored.reward, state)
+
+    async def _hand_back(self) -> None:
+        self._keep_sandbox = True
+        await self._flush()
+        await self._resources.leases.release(self._lease)
+
+    async def _restart(self, end: RestartError) -> None:
+        """The attempt's sandbox is removed by `run`; its name is never used again, since it holds the attempt."""
+        self._unwritten.clear()
+        await _end_attempt(self._lease, self._resources, end)
+
+    # --------------------------------------------------------------------------------------------------------------- journal
+
+    def _record(self, *entries: AnyEntry) -> None:
+        for entry in entries:
+            self._progress.apply(entry)
+            self._unwritten.append(entry)
+
+    async def _flush(self, *, durable: bool = False) -> None:
+        """Make everything recorded durable. Waits while the store is away; the lease's end bounds the wait (we are cancelled)."""
+        pause = 0.05
+        while self._unwritten:
+            at_index = self._progress.length - len(self._unwritten)
+            try:
+                await self._resources.leases.append(self._lease, self._unwritten, at_index=at_index, durable=durable)
+            except UnavailableError as error:
+                logger.warning("journal of %s not written, trying again: %s", self._lease.rollout_id, error)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 2.0)
+            else:
+                self._unwritten = []
+
+    # ----------------------------------------------------------------------------------------------------------------- steps
+
+    async def _do(self, step: Step) -> None:
+        match step:
+            case OpenSample():
+                messages = [m.model_dump(exclude_none=True) for m in self._task.messages]
+                self._record(journal.Prompted(at=time.time(), token_ids=journal.pack_ids(self._context.chat.prompt(messages, self._tools))))
+            case Generate(max_new_tokens=max_new_tokens):
+                await self._generate(max_new_tokens)
+            case Parse(cut=cut):
+                self._parse(cut=cut)
+            case Answer(call=call):
+                await self._answer(call)
+            case Extend():
+                self._extend()
+            case Stop(reason=reason):
+                self._record(journal.Stopped(at=time.time(), reason=reason))
+            case Verify():
+                await self._verify()
+            case Finish():
+                return
+
+    async def _generate(self, max_new_tokens: int) -> None:
+        await self._flush()
+        self._context = await self._resources.contexts.get(self._lease.job_id)
+        record, progress = self._context.record, self._progress
+        try:
+            generation = await self._context.pool.generate(
+                rollout_id=self._lease.rollout_id,
+                ids=progress.ids,
+                max_new_tokens=max_new_tokens,
+                sampling=self._task.sampling,
+                version=record.policy_version,
+                lineage=record.lineage,
+                timeout_s=self._resources.settings.generate_timeout_s,
+            )
+        except GeneratorError as error:
+            raise RestartError(f"generator: {error}", retry=error.retryable) from error
+        except MisalignedTokensError as error:
+            raise RestartError(f"misaligned tokens: {error}", retry=True) from error
+        self._record(self._generated(generation))
+        metrics.tokens.inc(len(generation.token_ids))
+        metrics.generate_seconds.observe(generation.seconds)
+
+    def _generated(self, generation: Generation) -> journal.Generated:
+        cut = generation.finish is FinishReason.ABORT
+        return journal.Generated(
+            at=time.time(),
+            token_ids=journal.pack_ids(generation.token_ids),
+            logprobs=journal.pack_logprobs(generation.logprobs),
+            spans=[(span.version, span.lineage, span.start, span.end) for span in generation.spans],
+            finish=generation.finish,
+            generator=generation.generator,
+            seconds=generation.seconds,
+            cached_tokens=generation.cached_tokens,
+            discarded=cut and self._task.sampling.restarts,
+        )
+
+    def _parse(self, *, cut: bool) -> None:
+        parsed = self._context.chat.parse(self._progress.turn_ids(), self._tools, cut=cut)
+        turn = self._progress.turns
+        calls = [
+            journal.Call(
+                id=f"call_{turn}_{index}",
+                name=call.name,
+                arguments=None if call.arguments is None else msgspec.json.encode(call.arguments).decode(),
+                error=call.error,
+            )
+            for index, call in enumerate(parsed.calls)
+        ]
+        self._record(journal.Replied(at=time.time(), content=parsed.content, reasoning=parsed.reasoning, calls=calls))
+        metrics.turns.inc()
+
+    async def _answer(self, call: journal.Call) -> None:
+        if call.error is not None:
+            self._record(error_observation(self._task, call))
+            return
+        if not needs_sandbox(call):
+            self._record(journal.Observed(at=time.time(), call_id=call.id, name=call.name, text="submitted", submitted=True))
+            return
+        if self._sandbox is None:
+            await self._open_sandbox()
+        await self._flush(durable=True)
+        assert self._sandbox is not None
+        left_s = max(1.0, self._task.limits.wall_s - self._progress.wall_s)
+        try:
+            observed = await run_call(self._sandbox, self._task, call, timeout_s=min(self._task.limits.tool_s, left_s))
+        except SandboxLostError as error:
+            await self._sandbox_lost(error)
+        except SandboxError as error:
+            raise RestartError(f"sandbox: {error}", retry=True) from error
+        else:
+            metrics.tool_seconds.observe(observed.seconds)
+            self._record(observed)
+
+    def _extend(self) -> None:
+        progress = self._progress
+        assert progress.reply is not None
+        observations = [journal.tool_message(progress.observed[call.id]) for call in progress.reply.calls]
+        suffix = self._context.chat.extend(progress.ids, progress.turn_start, observations, self._tools)
+        if suffix is not None:
+            self._record(journal.Extended(at=time.time(), token_ids=journal.pack_ids(suffix)))
+            return
+        messages = [m.model_dump(exclude_none=True) for m in self._task.messages] + progress.messages + observations
+        self._record(journal.Prompted(at=time.time(), token_ids=journal.pack_ids(self._context.chat.prompt(messages, self._tools))))
+
+    # --------------------------------------------------------------------------------------------------------------- sandbox
+
+    @property
+    def _backend(self) -> SandboxBackend:
+        name = self._task.sandbox.backend
+        backend = self._resources.backends.get(name)
+        if backend is None:
+            raise RestartError(f"sandbox.backend {name!r} is not offered by this worker", retry=False)
+        return backend
+
+    @property
+    def _sandbox_name(self) -> str:
+        return sandbox_name(self._resources.settings.deployment_id, self._lease.rollout_id, self._lease.attempt)
+
+    def _spec(self) -> SandboxSpec:
+        labels = {
+            "tenant": self._lease.tenant,
+            "job": self._lease.job_id,
+            "rollout": self._lease.rollout_id,
+            "attempt": str(self._lease.attempt),
+        }
+        return sandbox_spec(self._task, labels=labels, start_s=self._resources.settings.sandbox_start_s)
+
+    async def _open_sandbox(self) -> None:
+        name = self._sandbox_name
+        self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=name))
+        await self._flush(durable=True)
+        try:
+            self._sandbox = await self._backend.create(self._spec(), name=name)
+        except SandboxSpecError as error:
+            raise RestartError(f"task: the sandbox cannot start: {error}", retry=False) from error
+        except SandboxError as error:
+            raise RestartError(f"sandbox: {error}", retry=True) from error
+        self._record(journal.SandboxOpened(at=time.time(), id=self._sandbox.id, seconds=self._sandbox.start_seconds))
+        await self._flush(durable=True)
+        metrics.sandbox_seconds.observe(self._sandbox.start_seconds)
+
+    async def _attach(self, sandbox_id: str) -> None:
+        try:
+            self._sandbox = await self._backend.attach(sandbox_id)
+        except SandboxError as error:
+            raise RestartError(f"sandbox: lost with its worker: {error}", retry=True) from error
+
+    async def _sandbox_lost(self, error: SandboxLostError) -> None:
+        """P6: what the model's own commands destroyed is tried once more; the second time it is the model's answer."""
+        if not error.by_command:
+            raise RestartError(f"sandbox: {error}", retry=True) from error
+        if self._lease.sandbox_losses == 0:
+            raise RestartError("sandbox_destroyed", retry=True) from error
+        now = time.time()
+        detail = json.dumps({"reason": "sandbox_destroyed", "message": str(error)[:500]})
+        self._record(
+            journal.SandboxLost(at=now, detail=str(error)[:500]),
+            journal.Stopped(at=now, reason=StopReason.SANDBOX_DESTROYED),
+            journal.Scored(at=now, reward=0.0, detail=detail, seconds=0.0),
+        )
+
+    async def _leave_sandbox(self) -> None:
+        if self._sandbox is not None and not self._keep_sandbox:
+            await destroy(self._sandbox)
+
+    # ---------------------------------------------------------------------------------------------------------------- verdict
+
+    async def _verify(self) -> None:
+        fresh = self._task.verifier is not None and getattr(self._task.verifier, "sandbox", "fresh") == "fresh"
+        self._record(journal.Verifying(at=time.time(), name=f"{self._sandbox_name}-v" if fresh else ""))
+        await self._flush()
+        started = time.monotonic()
+        verdict = await self._verdict()
+        detail = msgspec.json.encode(verdict.detail).decode()
+        self._record(journal.Scored(at=time.time(), reward=verdict.reward, detail=detail, seconds=time.monotonic() - started))
+
+    async def _verdict(self) -> Verdict:
+        messages: list[dict[str, Any]] = [m.model_dump(exclude_none=True) for m in self._task.messages] + self._progress.messages
+        try:
+            async with self._resources.verifying:
+                return await verify(
+                    self._task,
+                    sandbox=self._sandbox,
+                    open_fresh=self._fresh_sandbox,
+                    trajectory_messages=messages,
+                    http=self._resources.http,
+                )
+        except TaskFaultError as error:
+            raise RestartError(f"task: {error}", retry=False) from error
+        except SandboxSpecError as error:
+            raise RestartError(f"task: the verifier's sandbox cannot start: {error}", retry=False) from error
+        except (SandboxError, VerifierUnavailableError) as error:
+            raise RestartError(f"verifier: {error}", retry=True) from error
+
+    @asynccontextmanager
+    async def _fresh_sandbox(self) -> AsyncIterator[Sandbox]:
+        sandbox = await self._backend.create(self._spec(), name=f"{self._sandbox_name}-v")
+        try:
+            yield sandbox
+        finally:
+            await destroy(sandbox)
+
+
+def sandbox_name(deployment_id: str, rollout_id: str, attempt: int) -> str:
+    """The name a rollout's sandbox has before it exists, so that a lost reply or a dead worker leaves nothing unknown."""
+    return f"rw-{deployment_id}-{rollout_id}-a{attempt}"
+
+
+async def destroy(sandbox: Sandbox) -> None:
+    """Remove it whatever happens to us; what cannot be removed now is the sweep's."""
+    removal = asyncio.ensure_future(_destroy(sandbox))
+    try:
+        await asyncio.shield(removal)
+    except asyncio.CancelledError:
+        await removal
+        raise
+
+
+async def _destroy(sandbox: Sandbox) -> None:
+    try:
+        async with asyncio.timeout(TEARDOWN_S):
+            await sandbox.destroy()
+    except (SandboxError, TimeoutError) as error:
+        metrics.leaks.inc()
+        logger.warning("sandbox %s not removed, left to the sweep: %s", sandbox.id, error)

@@ -1,0 +1,207 @@
+"""A worker: takes leases for its free slots, keeps them alive, drives their rollouts, sweeps what dead workers left.
+
+Every leased rollout leaves exactly one way: finished, restarted, released, or its lease runs out and another worker takes it.
+Stopping: lease nothing more; rollouts are handed back at their next step; after `grace_s` what still runs is cancelled and released.
+"""
+
+import asyncio
+import contextvars
+import logging
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sandboxes.base import SandboxError
+from service.errors import LeaseLostError, NotFoundError, UnavailableError
+from service.jobs import Jobs
+from service.leases import Lease
+from service.store import Store
+from workers import metrics
+from workers.resources import Resources
+from workers.rollout import drive, sandbox_name
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 0.05
+"""How long a worker with free slots waits before it asks for work again; doubles up to MAX_IDLE_S while there is none."""
+MAX_IDLE_S = 0.4
+HEARTBEAT_S = 2.0
+SWEEP_AGE_S = 60.0
+"""A sandbox younger than this is never swept: its owner may be about to journal it."""
+
+current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("rollout_id", default="-")
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease we hold, the task that drives it, and when (loop time) the lease ends unless renewed."""
+
+    lease: Lease
+    task: asyncio.Task[None]
+    deadline: float
+
+
+class Worker:
+    """One worker process's loop. `run` returns after `resources.stopping` was set and everything is handed back."""
+
+    def __init__(self, store: Store, jobs: Jobs, resources: Resources) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._resources = resources
+        self._settings = resources.settings
+        self._held: dict[str, Held] = {}
+        self._job_ids: list[str] = []
+        self._turn = 0
+        self.name = f"{socket.gethostname()}-{os.getpid()}"
+
+    async def run(self) -> None:
+        background = [asyncio.create_task(loop()) for loop in (self._renewing, self._beating, self._sweeping)]
+        try:
+            await self._leasing()
+        finally:
+            await self._drain()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    # --------------------------------------------------------------------------------------------------------------- leasing
+
+    async def _leasing(self) -> None:
+        pause = IDLE_S
+        while not self._resources.stopping.is_set():
+            try:
+                taken = await self._take()
+            except UnavailableError as error:
+                logger.warning("no leases: %s", error)
+                taken = 0
+            pause = IDLE_S if taken else min(pause * 2, MAX_IDLE_S)
+            await self._wait(pause)
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._resources.stopping.wait()
+        except TimeoutError:
+            pass
+
+    async def _take(self) -> int:
+        """Fill the free slots, each job an equal share first, so that a big backlog does not starve another job."""
+        free = self._settings.worker_rollouts - len(self._held)
+        if free <= 0:
+            return 0
+        self._job_ids = await self._jobs.ids()
+        await self._resources.contexts.forget(frozenset(self._job_ids) | {held.lease.job_id for held in self._held.values()})
+        self._turn += 1
+        order = self._job_ids[self._turn % max(1, len(self._job_ids)) :] + self._job_ids[: self._turn % max(1, len(self._job_ids))]
+        taken = 0
+        for place, job_id in enumerate(order):
+            share = -(-(free - taken) // (len(order) - place))
+            taken += await self._take_from(job_id, share)
+        return taken
+
+    async def _take_from(self, job_id: str, n: int) -> int:
+        if n <= 0:
+            return 0
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            leases = await self._resources.leases.take(job_id, self.name, n=n)
+        except NotFoundError:
+            return 0
+        for lease in leases:
+            task = asyncio.create_task(self._drive(lease), name=lease.rollout_id)
+            self._held[lease.rollout_id] = Held(lease, task, asked_at + self._settings.lease_s)
+        return len(leases)
+
+    async def _drive(self, lease: Lease) -> None:
+        current_rollout.set(lease.rollout_id)
+        try:
+            await drive(lease, self._resources)
+        finally:
+            held = self._held.get(lease.rollout_id)
+            if held is not None and held.lease.fence == lease.fence:
+                del self._held[lease.rollout_id]
+
+    # --------------------------------------------------------------------------------------------------------------- renewing
+
+    async def _renewing(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_s / 6)
+            by_job: dict[str, list[Held]] = defaultdict(list)
+            for held in self._held.values():
+                by_job[held.lease.job_id].append(held)
+            await asyncio.gather(*(self._renew(job_id, helds) for job_id, helds in by_job.items()))
+            self._let_go(held for held in list(self._held.values()) if held.deadline <= asyncio.get_running_loop().time())
+
+    async def _renew(self, job_id: str, helds: list[Held]) -> None:
+        asked_at = asyncio.get_running_loop().time()
+        try:
+            renewal = await self._resources.leases.renew(job_id, [held.lease for held in helds])
+        except (UnavailableError, NotFoundError) as error:
+            logger.warning("%d leases of %s not renewed: %s", len(helds), job_id, error)  # the old deadlines stand
+            return
+        gone = renewal.lost | renewal.cancelled
+        for held in helds:
+            if held.lease.rollout_id not in gone:
+                held.deadline = asked_at + self._settings.lease_s
+        self._let_go(held for held in helds if held.lease.rollout_id in gone)
+
+    def _let_go(self, helds: Iterable[Held]) -> None:
+        """Stop what is no longer ours. The sandbox is left: the next owner resumes in it, or the sweep removes it."""
+        for held in helds:
+            if not held.task.done():
+                metrics.lost_leases.inc()
+                logger.warning("%s is no longer ours: stopping it", held.lease.rollout_id)
+                held.task.cancel()
+
+    async def _beating(self) -> None:
+        while True:
+            info = {"backends": sorted(self._resources.backends), "rollouts": len(self._held), "slots": self._settings.worker_rollouts}
+            try:
+                await self._store.heartbeat(self.name, info, HEARTBEAT_S * 4)
+            except UnavailableError as error:
+                logger.warning("no heartbeat: %s", error)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    # ----------------------------------------------------------------------------------------------------------------- sweep
+
+    async def _sweeping(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.sweep_s)
+            try:
+                metrics.swept.inc(await self.sweep())
+            except (UnavailableError, SandboxError) as error:
+                logger.warning("sweep put off: %s", error)
+
+    async def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> int:
+        """Destroy the sandboxes of this deployment that no live rollout owns; how many. Also drops what has ended for long."""
+        live: dict[str, int] = {}
+        for job_id in await self._jobs.ids():
+            await self._resources.groups.purge(job_id)
+            live |= await self._resources.leases.live_attempts(job_id)
+        deployment = self._settings.deployment_id
+        names = {sandbox_name(deployment, rollout_id, attempt) for rollout_id, attempt in live.items()}
+        keep = frozenset(names | {f"{name}-v" for name in names})
+        count = 0
+        for backend in self._resources.backends.values():
+            count += await backend.sweep(keep=keep, older_than_s=older_than_s)
+        return count
+
+    # --------------------------------------------------------------------------------------------------------------- stopping
+
+    async def _drain(self) -> None:
+        """Rollouts hand themselves back at their next step; what does not within the grace time is cancelled and released."""
+        deadline = time.monotonic() + self._settings.grace_s * 0.7
+        while self._held and time.monotonic() < deadline:
+            await asyncio.wait([held.task for held in self._held.values()], timeout=0.5)
+        left = list(self._held.values())
+        for held in left:
+            held.task.cancel()
+        await asyncio.gather(*(held.task for held in left), return_exceptions=True)
+        for held in left:
+            try:
+                await self._resources.leases.release(held.lease)
+            except (LeaseLostError, UnavailableError) as error:
+                logger.info("%s not handed back: %s", held.lease.rollout_id, error)

@@ -11,6 +11,7 @@ What must always hold (the conformance suite in tests/contract/ checks it agains
   + SandboxLostError          it is gone or dead; `poll` was asked before this was raised
   + SandboxStartError         it did not start within its budget
     - SandboxSpecError        it can never start from this spec (unknown image, bad setup): the task's fault, do not retry
+  + SandboxTooLargeError      what was asked for is over `max_bytes`; the sandbox is well
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,10 @@ class SandboxStartError(SandboxError):
 
 class SandboxSpecError(SandboxStartError):
     """The sandbox can never start from this spec."""
+
+
+class SandboxTooLargeError(SandboxError):
+    """More bytes than the caller allowed. Whoever filled the sandbox is at fault, not the backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +144,7 @@ class Sandbox(Protocol):
         """A tar of these paths (missing ones left out, symlinks kept as links and never followed).
 
         Raises:
-            SandboxError: more than `max_bytes`.
+            SandboxTooLargeError: more than `max_bytes`.
         """
         ...
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -66,6 +68,7 @@ async def run(settings: Settings) -> None:
         jobs = Jobs(store, retain_s=settings.retain_s)
         resources = Resources(
             settings=settings,
+            worker=f"{socket.gethostname()}-{os.getpid()}",
             leases=Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts),
             groups=Groups(store, retain_s=settings.retain_s),
             contexts=await stack.enter_async_context(JobContexts(settings, jobs)),

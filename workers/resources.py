@@ -11,6 +11,7 @@ import aiohttp
 
 from sandboxes.base import SandboxBackend
 from service.chat import ChatModel, load_chat_model
+from service.errors import UnavailableError
 from service.generator_pool import GeneratorPool
 from service.groups import Groups
 from service.jobs import JobRecord, Jobs
@@ -76,7 +77,11 @@ class JobContexts:
         return JobContext(record=record, chat=chat, pool=pool)
 
     async def _refresh(self, context: JobContext) -> None:
-        record = await self._jobs.get(context.record.job_id)
+        try:
+            record = await self._jobs.get(context.record.job_id)
+        except UnavailableError as error:
+            logger.warning("job %s not refreshed: %s", context.record.job_id, error)  # an old version is still a lower bound
+            return
         if record.spec.generators != context.record.spec.generators:
             context.pool.update(record.spec.generator_specs)
         context.record, context.read_at = record, time.monotonic()
@@ -94,6 +99,8 @@ class Resources:
     """Everything a rollout needs, passed down from the roof."""
 
     settings: Settings
+    worker: str
+    """This worker's name, unique among live ones."""
     leases: Leases
     groups: Groups
     contexts: JobContexts

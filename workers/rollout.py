@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 TEARDOWN_S = 60.0
 """Removing a sandbox is shielded from cancellation for this long; past it the sweep takes over."""
 
+MAX_EMPTY_ABORTS = 300
+EMPTY_ABORT_PAUSE_S = 2.0
+"""Together about ten minutes: longer than a weight update takes."""
+
 
 class HandBackError(Exception):
     """The worker is leaving: the rollout goes back as it stands."""
@@ -54,13 +59,22 @@ class RestartError(Exception):
         self.retry = retry
 
 
-async def drive(lease: Lease, resources: Resources) -> None:
+@dataclass(slots=True)
+class Hold:
+    """What the worker and the rollout it drives tell each other."""
+
+    cancelled: bool = False
+    """The client ended the rollout: nobody will resume in its sandbox."""
+    ended: bool = False
+    """The rollout wrote its end: its lease is no longer there to be renewed, and it only cleans up."""
+
+
+async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
     """Run `lease` to whichever end it comes to. Never raises but CancelledError (the lease is lost, or the worker leaves)."""
     try:
         task = await resources.groups.task(lease.group_id)
         context = await resources.contexts.get(lease.job_id)
-        rollout = Rollout(lease, task, context, resources)
-        await rollout.run()
+        await Rollout(lease, task, context, resources, hold).run()
     except LeaseLostError:
         logger.warning("lease of %s lost; another worker has it", lease.rollout_id)
     except NotFoundError:
@@ -88,8 +102,9 @@ async def _end_attempt(lease: Lease, resources: Resources, end: RestartError) ->
 class Rollout:
     """One leased attempt. `run` is its whole life."""
 
-    def __init__(self, lease: Lease, task: TaskSpec, context: JobContext, resources: Resources) -> None:
+    def __init__(self, lease: Lease, task: TaskSpec, context: JobContext, resources: Resources, hold: Hold) -> None:
         self._lease = lease
+        self._hold = hold
         self._task = task
         self._context = context
         self._resources = resources
@@ -97,6 +112,7 @@ class Rollout:
         self._progress = Progress()
         self._unwritten: list[AnyEntry] = []
         self._sandbox: Sandbox | None = None
+        self._empty_aborts = 0
         self._keep_sandbox = False
         """Set when someone else owns the sandbox, or will resume in it."""
 
@@ -121,7 +137,7 @@ class Rollout:
             self._keep_sandbox = True
             raise
         except asyncio.CancelledError:
-            self._keep_sandbox = True
+            self._keep_sandbox = not (self._hold.cancelled or self._hold.ended)
             raise
         finally:
             await self._leave_sandbox()
@@ -130,7 +146,8 @@ class Rollout:
         entries = await self._resources.leases.journal(self._lease.rollout_id) if self._lease.resumed else []
         self._progress = Progress(entries)
         if not entries:
-            self._record(journal.Opened(at=time.time(), attempt=self._lease.attempt, worker="", queued_s=self._lease.queued_s))
+            lease, worker = self._lease, self._resources.worker
+            self._record(journal.Opened(at=time.time(), attempt=lease.attempt, worker=worker, queued_s=lease.queued_s))
             if not self._task.sandbox.lazy and self._task.tools:
                 await self._open_sandbox()
             return
@@ -163,17 +180,20 @@ class Rollout:
                 oldest_lineage=progress.oldest_lineage,
             ),
         )
+        self._hold.ended = True
         metrics.rollouts.labels(reason.outcome, reason).inc()
         logger.info("%s ended: %s, reward %s; group %s", self._lease.rollout_id, reason, progress.scored.reward, state)
 
     async def _hand_back(self) -> None:
         self._keep_sandbox = True
         await self._flush()
+        self._hold.ended = True
         await self._resources.leases.release(self._lease)
 
     async def _restart(self, end: RestartError) -> None:
         """The attempt's sandbox is removed by `run`; its name is never used again, since it holds the attempt."""
         self._unwritten.clear()
+        self._hold.ended = True
         await _end_attempt(self._lease, self._resources, end)
 
     # --------------------------------------------------------------------------------------------------------------- journal
@@ -237,9 +257,20 @@ class Rollout:
             raise RestartError(f"generator: {error}", retry=error.retryable) from error
         except MisalignedTokensError as error:
             raise RestartError(f"misaligned tokens: {error}", retry=True) from error
+        if generation.finish is FinishReason.ABORT and not generation.token_ids:
+            await self._nothing_sampled()
+            return
+        self._empty_aborts = 0
         self._record(self._generated(generation))
         metrics.tokens.inc(len(generation.token_ids))
         metrics.generate_seconds.observe(generation.seconds)
+
+    async def _nothing_sampled(self) -> None:
+        """An abort before the first token (a weight update in mode abort): ask again shortly, journal nothing, but not for ever."""
+        self._empty_aborts += 1
+        if self._empty_aborts > MAX_EMPTY_ABORTS:
+            raise RestartError(f"generator: aborted {self._empty_aborts} times without a token", retry=True)
+        await asyncio.sleep(min(0.05 * self._empty_aborts, EMPTY_ABORT_PAUSE_S))
 
     def _generated(self, generation: Generation) -> journal.Generated:
         cut = generation.finish is FinishReason.ABORT

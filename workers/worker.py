@@ -7,8 +7,6 @@ Stopping: lease nothing more; rollouts are handed back at their next step; after
 import asyncio
 import contextvars
 import logging
-import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -21,7 +19,7 @@ from service.leases import Lease
 from service.store import Store
 from workers import metrics
 from workers.resources import Resources
-from workers.rollout import drive, sandbox_name
+from workers.rollout import Hold, drive, sandbox_name
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +40,7 @@ class Held:
     lease: Lease
     task: asyncio.Task[None]
     deadline: float
+    hold: Hold
 
 
 class Worker:
@@ -55,7 +54,7 @@ class Worker:
         self._held: dict[str, Held] = {}
         self._job_ids: list[str] = []
         self._turn = 0
-        self.name = f"{socket.gethostname()}-{os.getpid()}"
+        self.name = resources.worker
 
     async def run(self) -> None:
         background = [asyncio.create_task(loop()) for loop in (self._renewing, self._beating, self._sweeping)]
@@ -111,14 +110,18 @@ class Worker:
         except NotFoundError:
             return 0
         for lease in leases:
-            task = asyncio.create_task(self._drive(lease), name=lease.rollout_id)
-            self._held[lease.rollout_id] = Held(lease, task, asked_at + self._settings.lease_s)
+            older = self._held.get(lease.rollout_id)
+            if older is not None:  # our own lease ran out and came back to us
+                self._let_go([older])
+            hold = Hold()
+            task = asyncio.create_task(self._drive(lease, hold), name=lease.rollout_id)
+            self._held[lease.rollout_id] = Held(lease, task, asked_at + self._settings.lease_s, hold)
         return len(leases)
 
-    async def _drive(self, lease: Lease) -> None:
+    async def _drive(self, lease: Lease, hold: Hold) -> None:
         current_rollout.set(lease.rollout_id)
         try:
-            await drive(lease, self._resources)
+            await drive(lease, self._resources, hold)
         finally:
             held = self._held.get(lease.rollout_id)
             if held is not None and held.lease.fence == lease.fence:
@@ -144,14 +147,15 @@ class Worker:
             return
         gone = renewal.lost | renewal.cancelled
         for held in helds:
+            held.hold.cancelled = held.lease.rollout_id in renewal.cancelled
             if held.lease.rollout_id not in gone:
                 held.deadline = asked_at + self._settings.lease_s
         self._let_go(held for held in helds if held.lease.rollout_id in gone)
 
     def _let_go(self, helds: Iterable[Held]) -> None:
-        """Stop what is no longer ours. The sandbox is left: the next owner resumes in it, or the sweep removes it."""
+        """Stop what is no longer ours. The sandbox of a lost lease is left: the next owner resumes in it, or the sweep removes it."""
         for held in helds:
-            if not held.task.done():
+            if not held.task.done() and not held.hold.ended:
                 metrics.lost_leases.inc()
                 logger.warning("%s is no longer ours: stopping it", held.lease.rollout_id)
                 held.task.cancel()

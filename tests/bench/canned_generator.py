@@ -1,0 +1,56 @@
+"""A generator that answers every /generate with one canned reply after a fixed delay: for benches, so that its own cost is small.
+
+usage: python tests/bench/canned_generator.py PORT REPLY_FILE DELAY_S
+REPLY_FILE holds a whole SGLang reply as JSON; the request's rid is put into it.
+"""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import uvloop
+
+LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+RID = re.compile(rb'"rid": ?"([^"]*)"')
+
+
+class Canned(asyncio.Protocol):
+    """HTTP/1.1 with keep-alive, Content-Length bodies only."""
+
+    def __init__(self, head: bytes, tail: bytes, delay_s: float) -> None:
+        self._head, self._tail, self._delay_s = head, tail, delay_s
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            length = LENGTH.search(self._buffer, 0, end)
+            size = int(length[1]) if length else 0
+            if len(self._buffer) < end + 4 + size:
+                return
+            request, self._buffer = self._buffer[: end + 4 + size], self._buffer[end + 4 + size :]
+            if request.startswith(b"POST /generate"):
+                rid = RID.search(request, end)
+                body = self._head + (rid[1] if rid else b"x") + self._tail
+            else:
+                body = b'{"weight_version":"0"}'
+            asyncio.get_running_loop().call_later(self._delay_s if b"/generate" in request[:20] else 0, self._answer, body)
+
+    def _answer(self, body: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+async def main(port: int, reply: bytes, delay_s: float) -> None:
+    head, tail = reply.split(b"RID", 1)
+    server = await asyncio.get_running_loop().create_server(lambda: Canned(head, tail, delay_s), "127.0.0.1", port, backlog=1024)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(int(sys.argv[1]), Path(sys.argv[2]).read_bytes(), float(sys.argv[3])))

@@ -49,12 +49,13 @@ class Stack:
     tokenizer: Path
     api: httpx.AsyncClient
     gateway: asyncio.subprocess.Process
-    generator: asyncio.subprocess.Process
+    generator: asyncio.subprocess.Process | None
+    renderer: str = "qwen3"
 
     async def job(self, name: str, **fields: Any) -> str:
         spec = {
             "name": name,
-            "model": {"tokenizer": str(self.tokenizer), "renderer": "qwen3", "context_tokens": 16_384},
+            "model": {"tokenizer": str(self.tokenizer), "renderer": self.renderer, "context_tokens": 8192},
             "generators": [self.generator_url],
             "group_size": 2,
             "sandbox": {"backend": "docker"},
@@ -129,16 +130,17 @@ async def ready(api: httpx.AsyncClient, path: str, *, wait_s: float = 40) -> Non
             await asyncio.sleep(0.1)
 
 
-@asynccontextmanager
-async def running(
-    folder: Path, tokenizer: Path, policy: dict[str, Any], *, workers: int = 1, tokens_per_s: float = 0
-) -> AsyncIterator[Stack]:
-    """Generator, gateway and embedded workers, started and ended as processes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "policy.json").write_text(json.dumps(policy))
-    record = folder / "record.jsonl"
-    port, generator_port = free_port(), free_port()
-    env = {
+async def stand_in(folder: Path, tokenizer: Path, port: int, env: dict[str, str], tokens_per_s: float) -> asyncio.subprocess.Process:
+    pace = ["--tokens-per-s", str(tokens_per_s)] if tokens_per_s else []
+    return await spawn(
+        "service.cli", "generator", "--tokenizer", str(tokenizer), "--policy", str(folder / "policy.json"), "--renderer", "qwen3",
+        "--port", str(port), "--record", str(folder / "record.jsonl"), "--seed", "7", *pace,
+        env=env, log=folder / "generator.log",
+    )  # fmt: skip
+
+
+def environment(folder: Path, tokenizer: Path, port: int) -> dict[str, str]:
+    return {
         "ROLLWAY_DATA_DIR": str(folder / "data"),
         "ROLLWAY_TOKENIZER_ROOTS": str(tokenizer.parent),
         "ROLLWAY_API_KEYS": ",".join(f"{tenant}:{key}" for tenant, key in KEYS.items()),
@@ -148,22 +150,37 @@ async def running(
         "ROLLWAY_SWEEP_S": "5",
         "ROLLWAY_PROCESS_BACKEND": "1",
     }
-    pace = ["--tokens-per-s", str(tokens_per_s)] if tokens_per_s else []
-    generator = await spawn(
-        "service.cli", "generator", "--tokenizer", str(tokenizer), "--policy", str(folder / "policy.json"), "--renderer", "qwen3",
-        "--port", str(generator_port), "--record", str(record), "--seed", "7", *pace,
-        env=env, log=folder / "generator.log",
-    )  # fmt: skip
-    gateway = await spawn(
-        "service.cli", "serve", "--host", "127.0.0.1", "--port", str(port), "--workers", str(workers), env=env, log=folder / "gateway.log"
-    )
-    url, generator_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{generator_port}"
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    tokenizer: Path,
+    policy: dict[str, Any],
+    *,
+    workers: int = 1,
+    tokens_per_s: float = 0,
+    generator_url: str | None = None,
+    renderer: str = "qwen3",
+) -> AsyncIterator[Stack]:
+    """Generator (unless one is given), gateway and embedded workers, started and ended as processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "policy.json").write_text(json.dumps(policy))
+    port, generator_port = free_port(), free_port()
+    env = environment(folder, tokenizer, port)
+    generator = None if generator_url else await stand_in(folder, tokenizer, generator_port, env, tokens_per_s)
+    generator_url = generator_url or f"http://127.0.0.1:{generator_port}"
+    serve = ("service.cli", "serve", "--host", "127.0.0.1", "--port", str(port), "--workers", str(workers))
+    gateway = await spawn(*serve, env=env, log=folder / "gateway.log")
+    url = f"http://127.0.0.1:{port}"
     headers = {"Authorization": f"Bearer {KEYS['alpha']}"}
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as api:
             await ready(api, f"{generator_url}/ready")
             await ready(api, "/readyz")
-            yield Stack(folder, env, url, generator_url, record, tokenizer, api, gateway, generator)
+            record = folder / "record.jsonl"
+            yield Stack(folder, env, url, generator_url, record, tokenizer, api, gateway, generator, renderer)
     finally:
         await end(gateway)
-        await end(generator)
+        if generator is not None:
+            await end(generator)

@@ -1,0 +1,175 @@
+"""A tool call in, an observation out.
+
+A command that fails, hangs, is killed for memory or prints nonsense is an observation; a sandbox that cannot do its work raises
+SandboxError, which must never reach the model.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sandboxes.base import ExecResult, Sandbox, SandboxSpec
+from service.journal import Call, Observed
+from service.records import BuiltinTool, CustomTool, TaskSpec
+from workers.commands import run_program, run_shell
+from workers.edit_file import Edit, EditRefusedError, edit_file
+from workers.observations import call_error_text, command_text
+
+MAX_COMMAND_BYTES = 120_000
+"""One argument of a program ends at 128 KiB on Linux; larger content goes through edit_file."""
+
+UNKNOWN = "unknown"
+"""Stands for the name of a tool that does not exist: names the model invents reach no label and no list."""
+
+
+def _function(name: str, description: str, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_BUILTINS: Mapping[str, dict[str, Any]] = {
+    "bash": _function(
+        "bash",
+        "Run a bash command and see its output. Directory, variables and background jobs last between calls. stdin is empty.",
+        {"command": {"type": "string", "description": "The command; may have several lines."}},
+        ["command"],
+    ),
+    "edit_file": _function(
+        "edit_file",
+        "Write a file. With old_text, replace that passage, which must occur exactly once; without, the whole file becomes new_text.",
+        {
+            "path": {"type": "string", "description": "Path of the file; relative ones start in the working directory."},
+            "new_text": {"type": "string", "description": "The new passage or the whole new content."},
+            "old_text": {"type": "string", "description": "The exact passage to replace, whitespace included."},
+        },
+        ["path", "new_text"],
+    ),
+    "submit": _function(
+        "submit",
+        "End the task when the work is done. Nothing can be changed afterwards.",
+        {"answer": {"type": "string", "description": "The answer, if the task asks for one."}},
+        [],
+    ),
+}
+
+
+def tool_specs(task: TaskSpec) -> list[dict[str, Any]]:
+    """The task's tools in the OpenAI form, in the task's order; the built-in ones by name."""
+    return [_BUILTINS[tool] if isinstance(tool, str) else _custom_spec(tool) for tool in task.tools]
+
+
+def _custom_spec(tool: CustomTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.function.model_dump()}
+
+
+def tool_names(task: TaskSpec) -> list[str]:
+    return [tool if isinstance(tool, str) else tool.function.name for tool in task.tools]
+
+
+def sandbox_spec(task: TaskSpec, *, labels: Mapping[str, str], start_s: float) -> SandboxSpec:
+    """What the task's sandbox is made from. `start_s`: budget in wall time to the first command."""
+    fields = task.sandbox
+    return SandboxSpec(
+        image=fields.image,
+        files={path: text.encode() for path, text in fields.files.items()},
+        setup=tuple(fields.setup),
+        workdir=fields.workdir,
+        network=fields.network,
+        cpus=fields.cpus,
+        memory_mib=fields.memory_mib,
+        pids=fields.pids,
+        disk_mib=fields.disk_mib,
+        env=dict(fields.env),
+        read_only=fields.read_only,
+        runtime=fields.runtime,
+        labels=dict(labels),
+        start_s=start_s,
+    )
+
+
+def error_observation(task: TaskSpec, call: Call) -> Observed:
+    """The answer to a call that could not be understood (`call.error`); nothing was run."""
+    names = tool_names(task)
+    text = call_error_text(call.error or "not_a_call", name=call.name, tools=names)
+    return Observed(at=time.time(), call_id=call.id, name=call.name if call.name in names else UNKNOWN, text=text, failed=True)
+
+
+async def run_call(sandbox: Sandbox, task: TaskSpec, call: Call, *, timeout_s: float | None = None) -> Observed:
+    """Run one understood call. `timeout_s`: what it may take, the task's `limits.tool_s` if not given.
+
+    Raises:
+        SandboxError: the sandbox could not do its work; there is no observation.
+    """
+    tool = dict(zip(tool_names(task), task.tools, strict=True)).get(call.name)
+    if call.error is not None or tool is None:
+        return error_observation(task, call if call.error else msgspec.structs.replace(call, error="unknown_tool"))
+    started = time.monotonic()
+    try:
+        answer = await _answer(sandbox, task, tool, call.arguments or "{}", timeout_s=timeout_s or task.limits.tool_s)
+    except msgspec.MsgspecError as error:
+        return error_observation(task, msgspec.structs.replace(call, error=f"missing_argument: {error}"))
+    return Observed(
+        at=time.time(),
+        call_id=call.id,
+        name=call.name,
+        text=answer.text,
+        seconds=time.monotonic() - started,
+        failed=answer.failed,
+        submitted=tool == "submit",
+    )
+
+
+class _Answer(NamedTuple):
+    text: str
+    failed: bool
+
+
+class _Bash(msgspec.Struct, frozen=True):
+    command: str
+
+
+async def _answer(sandbox: Sandbox, task: TaskSpec, tool: BuiltinTool | CustomTool, arguments: str, *, timeout_s: float) -> _Answer:
+    match tool:
+        case CustomTool():
+            return await _custom(sandbox, task, tool, arguments, timeout_s=timeout_s)
+        case "bash":
+            return await _bash(sandbox, task, msgspec.json.decode(arguments, type=_Bash).command, timeout_s=timeout_s)
+        case "edit_file":
+            return await _edit(sandbox, task, msgspec.json.decode(arguments, type=Edit), timeout_s=timeout_s)
+        case "submit":
+            return _Answer("submitted", failed=False)
+
+
+async def _bash(sandbox: Sandbox, task: TaskSpec, command: str, *, timeout_s: float) -> _Answer:
+    if "\x00" in command:
+        return _Answer("Error: not run, the command holds a NUL character.", failed=True)
+    if len(command.encode()) > MAX_COMMAND_BYTES:
+        return _Answer(f"Error: not run, the command is longer than {MAX_COMMAND_BYTES} bytes; write long text to a file.", failed=True)
+    result = await run_shell(sandbox, command, timeout_s=timeout_s, max_output_bytes=task.limits.tool_output_bytes)
+    return _shown(result, task, timeout_s=timeout_s)
+
+
+async def _custom(sandbox: Sandbox, task: TaskSpec, tool: CustomTool, arguments: str, *, timeout_s: float) -> _Answer:
+    result = await run_program(
+        sandbox,
+        tool.run.argv,
+        workdir=task.sandbox.workdir,
+        stdin=arguments.encode(),
+        timeout_s=timeout_s,
+        max_output_bytes=task.limits.tool_output_bytes,
+    )
+    return _shown(result, task, timeout_s=timeout_s)
+
+
+async def _edit(sandbox: Sandbox, task: TaskSpec, edit: Edit, *, timeout_s: float) -> _Answer:
+    try:
+        return _Answer(await edit_file(sandbox, edit, workdir=task.sandbox.workdir, timeout_s=timeout_s), failed=False)
+    except EditRefusedError as error:
+        return _Answer(f"Error: {error}.", failed=True)
+
+
+def _shown(result: ExecResult, task: TaskSpec, *, timeout_s: float) -> _Answer:
+    text = command_text(result, timeout_s=timeout_s, max_bytes=task.limits.tool_output_bytes)
+    return _Answer(text, failed=result.exit_code != 0 or result.oom_killed)

@@ -1,0 +1,177 @@
+"""Score a rollout: by a command in a sandbox, by a reward service, or not at all.
+
+What always holds when a verifier's command runs:
+
+* every process of the agent is dead, and the command runs outside every session of the agent;
+* the command starts in the task's workdir, made anew where the agent removed it;
+* the verifier's files are written just before it, over whatever lay there; in the agent's own sandbox (`same`) the directories that are
+  the verifier's alone are emptied first;
+* a `fresh` sandbox is the task's own (image, files, setup, environment) and gets of the agent's only the `artifacts`, see artifacts.py.
+
+With `same` the model was root where its judge runs and can have changed any program there; `fresh` is the default for that reason.
+The command is run by `sh -c` in the task's workdir with the sandbox's fixed PATH; its stdin is `{"answer": ...}`, the text of `submit` or
+of the last reply. A verifier of a task we ship runs the submission in a child process and decides in the parent, by a sign that only the
+finished check can give (a random token the parent hands to its own checking code), never by the child's exit status alone: a submission
+may call `os._exit(0)`.
+"""
+
+import json
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sandboxes.base import Sandbox, SandboxLostError
+from service.records import CommandVerifier, TaskSpec, UrlVerifier
+from workers.artifacts import Artifacts, ArtifactsTooLargeError, collect
+from workers.commands import COPY_S, run_program, within
+from workers.reward_service import ask_service
+from workers.rewards import MAX_OUTPUT_BYTES, Verdict, judge
+
+__all__ = ["OpenFresh", "Verdict", "verify"]
+
+OpenFresh = Callable[[], AbstractAsyncContextManager[Sandbox]]
+"""Opens a new sandbox from the task's spec; leaving it destroys it."""
+
+_IN_WORKDIR = '[ -d "$1" ] || { rm -f "$1"; mkdir -p "$1"; }; cd "$1" && exec sh -c "$2"'
+"""Elsewhere the command might find nothing to complain about."""
+
+CLEAR_S = 60.0
+"""Removing what lies where copies are about to land."""
+
+_SYSTEM = frozenset("/ /bin /boot /dev /etc /home /lib /lib64 /media /mnt /opt /proc /root /run /sbin /srv /sys /tmp /usr /var".split())
+"""Directories of the system: never a verifier's alone, and nor is what lies below them, except in `_OPEN`."""
+
+_OPEN = frozenset({"/mnt", "/opt", "/srv", "/tmp"})
+
+
+async def verify(
+    task: TaskSpec,
+    *,
+    sandbox: Sandbox | None,
+    open_fresh: OpenFresh,
+    trajectory_messages: Sequence[Mapping[str, Any]],
+    http: aiohttp.ClientSession,
+    stop_reason: str | None = None,
+) -> Verdict:
+    """Score what the rollout left behind. `sandbox`: the agent's, None when it never needed one.
+
+    Raises:
+        TaskFaultError: the verifier itself is broken.
+        SandboxError, VerifierUnavailableError: infrastructure; no verdict.
+    """
+    match task.verifier:
+        case None:
+            return Verdict(None)
+        case UrlVerifier() as service:
+            return await ask_service(service, task, trajectory_messages, stop_reason=stop_reason, http=http)
+        case CommandVerifier() as command:
+            return await _verify_by_command(task, command, sandbox, open_fresh, stdin=answer_json(trajectory_messages))
+
+
+async def _verify_by_command(
+    task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox | None, open_fresh: OpenFresh, *, stdin: bytes
+) -> Verdict:
+    if sandbox is not None:
+        await within(COPY_S, sandbox.kill_all(), what="ending the agent's processes")
+        if verifier.sandbox == "same":
+            await _clear(sandbox, own_directories(task, verifier))
+            return await _score(task, verifier, sandbox, stdin=stdin)
+    try:
+        artifacts = await _collect(verifier, sandbox)
+    except ArtifactsTooLargeError as error:
+        detail = {"reason": "artifacts_too_large", "max_artifact_bytes": verifier.max_artifact_bytes, "message": str(error)[:500]}
+        return Verdict(0.0, detail)
+    async with open_fresh() as fresh:
+        if artifacts is not None:
+            await _clear(fresh, verifier.artifacts)
+            await within(COPY_S, fresh.put_tar(artifacts.archive), what="copying the artifacts")
+        verdict = await _score(task, verifier, fresh, stdin=stdin)
+    if artifacts is not None and artifacts.dropped:
+        verdict.detail["artifacts_dropped"] = artifacts.dropped
+    return verdict
+
+
+async def _collect(verifier: CommandVerifier, sandbox: Sandbox | None) -> Artifacts | None:
+    if sandbox is None or not verifier.artifacts:
+        return None
+    return await collect(sandbox, verifier.artifacts, max_bytes=verifier.max_artifact_bytes)
+
+
+async def _clear(sandbox: Sandbox, paths: Sequence[str]) -> None:
+    """Remove these paths, so that what follows is all there is. A mount point is emptied and stays, hence no look at the exit code."""
+    if paths:
+        argv = ["rm", "-rf", "--", *paths]
+        await run_program(sandbox, argv, workdir="/", timeout_s=CLEAR_S, max_output_bytes=1024)
+
+
+async def _score(task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox, *, stdin: bytes) -> Verdict:
+    if verifier.files:
+        files = {path: text.encode() for path, text in verifier.files.items()}
+        await within(COPY_S, sandbox.put(files), what="writing the verifier's files")
+    result = await run_program(
+        sandbox,
+        ["sh", "-c", _IN_WORKDIR, "sh", task.sandbox.workdir, verifier.command],
+        workdir="/",
+        stdin=stdin,
+        env={"PYTHONNOUSERSITE": "1"},  # packages in the agent's home are no part of the verifier
+        timeout_s=verifier.timeout_s,
+        max_output_bytes=MAX_OUTPUT_BYTES,
+    )
+    if result.exit_code != 0 and not await sandbox.poll():
+        raise SandboxLostError(f"sandbox {sandbox.id} died while the verifier ran in it", by_command=True)
+    return judge(verifier.reward, result)
+
+
+def own_directories(task: TaskSpec, verifier: CommandVerifier) -> list[str]:
+    """Directories of the verifier's files that nothing else of the task lies in, around or below: whatever is there was planted.
+
+    An image that brings its own files for such a directory needs `fresh`, or another place for them.
+    """
+    others = [task.sandbox.workdir, *task.sandbox.files, *verifier.artifacts]
+    found = {posixpath.dirname(path) for path in verifier.files}
+    return sorted(path for path in found if not _is_systems(path) and not _is_used(path, others, task.sandbox.setup))
+
+
+def _is_systems(path: str) -> bool:
+    top = "/" + path.split("/")[1]
+    return path in _SYSTEM or (top in _SYSTEM and top not in _OPEN)
+
+
+def _is_used(path: str, others: Sequence[str], setup: Sequence[str]) -> bool:
+    return any(f"{path}/".startswith(f"{other}/") or other.startswith(f"{path}/") for other in others) or any(
+        path in line for line in setup
+    )
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+
+
+class _Submitted(msgspec.Struct):
+    answer: str
+
+
+def answer_json(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """The verifier's stdin: `{"answer": ...}`, what the last reply gave to `submit`, else its text; null without a reply."""
+    last: Mapping[str, Any] = next((message for message in reversed(messages) if message.get("role") == "assistant"), {})
+    submitted = (_submitted(call) for call in last.get("tool_calls") or ())
+    answer = next((answer for answer in submitted if answer is not None), last.get("content"))
+    return json.dumps({"answer": answer}).encode()
+
+
+def _submitted(call: object) -> str | None:
+    """The answer of a `submit` call in the OpenAI form; None for other calls, and for messages of the task in another form."""
+    try:
+        function = msgspec.convert(call, _ToolCall).function
+        return msgspec.json.decode(function.arguments, type=_Submitted).answer if function.name == "submit" else None
+    except msgspec.MsgspecError:
+        return None

@@ -22,7 +22,8 @@ MAX_RAW_CHARS = 10_000
 class ParsedCall:
     """One call. `arguments` is an object that JSON can hold, or None with `error`.
 
-    error: a code (`bad_json`, `not_object`, `missing_argument`, `bad_argument`, `unknown_tool`, `not_a_call`, `truncated`), then `: detail`.
+    error: a code, then `: detail`. `bad_json`, `not_object`, `missing_argument` (or one of a wrong type), `unknown_tool`, `not_a_call`,
+    `truncated` (the turn was cut inside the call).
     `raw`: what the model wrote, for people.
     """
 
@@ -53,10 +54,10 @@ class ToolRules:
             return failed_call(code, detail, raw, name=name)
         return ParsedCall(name=name, arguments=arguments, error=None, raw=raw[:MAX_RAW_CHARS])
 
-    def check_block(self, block: Block) -> ParsedCall:
-        """The call in one Hermes block."""
+    def check_block(self, block: Block, *, cut: bool) -> ParsedCall:
+        """The call in one Hermes block of a turn that was `cut` or ended by itself."""
         if not block.closed:
-            return failed_call("truncated", "the call has no end tag", block.raw)
+            return failed_call("truncated" if cut else "bad_json", "the call has no end tag", block.raw)
         if block.problem is not None:
             return failed_call("bad_json", block.problem, block.raw)
         call = _object(block.value)
@@ -71,12 +72,14 @@ class ToolRules:
         for name, value in arguments.items():
             detail = _mismatch(_object(properties.get(name)), value)
             if detail:
-                return "bad_argument", f"{shown(name)} {detail}"
+                return "missing_argument", f"{shown(name)} {detail}"
         return None
 
 
 def failed_call(code: str, detail: str, raw: str, *, name: str = "") -> ParsedCall:
-    return ParsedCall(name=name[:SHOWN_CHARS], arguments=None, error=f"{code}: {detail}", raw=raw[:MAX_RAW_CHARS])
+    """A call that must not run. What it repeats of the model's text is valid Unicode: JSON escapes can hold lone surrogates."""
+    name = name[:SHOWN_CHARS].encode(errors="replace").decode()
+    return ParsedCall(name=name, arguments=None, error=f"{code}: {detail}", raw=raw[:MAX_RAW_CHARS])
 
 
 def shown(text: str) -> str:

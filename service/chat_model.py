@@ -21,7 +21,7 @@ TAIL_IDS = 64
 """How much of the history before a turn an extension needs: the last turn boundary and the generation prompt. Checked at load."""
 
 HERMES = frozenset({"chatml", "qwen3", "qwen3-vl"})
-"""Renderers whose replies are Hermes text, which we read ourselves: end tags inside JSON strings, and the same calls however ids are cut."""
+"""Renderers whose replies are Hermes text. We read it ourselves: an end tag may stand in a JSON string, ids may be cut anywhere."""
 
 RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, NotImplementedError)
 """What the renderers of the package raise on messages or replies that they do not foresee."""
@@ -66,7 +66,7 @@ class ChatModel:
             TaskFaultError: the template cannot write these messages.
         """
         try:
-            ids: list[int] = self._renderer.render_ids(self._ready(messages), tools=self._plain.mark(tools) or None, add_generation_prompt=True)
+            ids: list[int] = self._renderer.render_ids(self._ready(messages), tools=self._specs(tools), add_generation_prompt=True)
         except RENDERER_ERRORS as error:
             raise TaskFaultError(f"messages: renderer {self.name} cannot render them ({type(error).__name__}: {error})") from error
         return ids
@@ -81,7 +81,7 @@ class ChatModel:
 
     def _bridge(self, head: list[int], turn: list[int], messages: Sequence[Message], tools: Tools) -> list[int] | None:
         try:
-            bridged = self._renderer.bridge_to_next_turn(head, turn, self._ready(messages), tools=self._plain.mark(tools) or None)
+            bridged = self._renderer.bridge_to_next_turn(head, turn, self._ready(messages), tools=self._specs(tools))
         except RENDERER_ERRORS:
             return None  # `prompt` says what is wrong, if it cannot render them either
         if bridged is None:
@@ -94,7 +94,7 @@ class ChatModel:
         """Read one whole turn. `cut`: it ended for its length, so its last call may be incomplete. Never raises, whatever the ids."""
         rules = ToolRules(tools)
         if self.name in HERMES:
-            return self._parse_hermes(self._until_stop(token_ids), rules)
+            return self._parse_hermes(self._until_stop(token_ids), rules, cut=cut)
         try:
             reply = self._renderer.parse_response(list(token_ids), tools=list(tools), prompt_ids=self._opening)
         except RENDERER_ERRORS as error:
@@ -108,9 +108,9 @@ class ChatModel:
         """The text of the ids, control tokens shown; for people and for parsing only."""
         return self._tokenizer.decode(token_ids)
 
-    def _parse_hermes(self, token_ids: Sequence[int], rules: ToolRules) -> Parsed:
+    def _parse_hermes(self, token_ids: Sequence[int], rules: ToolRules, *, cut: bool) -> Parsed:
         reply = read_reply(self.decode(token_ids))
-        calls = [rules.check_block(block) for block in reply.blocks]
+        calls = [rules.check_block(block, cut=cut) for block in reply.blocks]
         if reply.rest:
             calls.append(failed_call("not_a_call", f"more than {MAX_CALLS} calls in one reply; the rest was not read", ""))
         return Parsed(content=reply.content, reasoning=reply.reasoning, calls=tuple(calls))
@@ -123,6 +123,9 @@ class ChatModel:
         """Messages as the renderers want them: arguments as objects, no empty fields, control markers broken."""
         ready: list[dict[str, Any]] = self._plain.mark([_with_objects(message) for message in messages])
         return ready
+
+    def _specs(self, tools: Tools) -> list[dict[str, Any]] | None:
+        return self._plain.mark(list(tools)) or None
 
 
 def _with_objects(message: Message) -> dict[str, Any]:

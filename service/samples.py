@@ -1,0 +1,164 @@
+"""From a rollout's journal to the rows a trainer consumes. Pure: entries in, arrays out; cost O(tokens), no token looked at in Python.
+
+Always: ids, mask, log-probabilities and versions of a sample have one length; the mask is 1 exactly on tokens that an engine sampled,
+and each of those has that engine's own log-probability and version (P2). What does not fit is refused, never padded.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from service.errors import MisalignedTokensError
+from service.journal import AnyEntry, Extended, Generated, Opened, Progress, Prompted, Replied
+from service.records import Outcome, Sample, Timing, Trajectory
+
+ID_BYTES = LOGPROB_BYTES = 4
+"""Little-endian int32 and float32 in the journal."""
+
+MAX_INT32 = 2**31 - 1
+
+
+def build_samples(entries: Iterable[AnyEntry]) -> tuple[Sample, ...]:
+    """The samples of one attempt, in order; their arrays may be read-only views of the journal's bytes.
+
+    A sample in which nothing was sampled (the rollout stopped before its first turn) is left out unless it is the only one.
+
+    Raises:
+        MisalignedTokensError: the entries' ids, log-probabilities and version spans do not belong together.
+    """
+    drafts: list[_Draft] = []
+    for entry in entries:
+        match entry:
+            case Opened():
+                drafts = []
+            case Prompted(token_ids=data):
+                drafts.append(_Draft(data))
+            case Generated() if drafts:
+                drafts[-1].generate(entry)
+            case Extended(token_ids=data) if drafts:
+                drafts[-1].append(data)
+            case Replied() if drafts:
+                drafts[-1].end_turn()
+            case Generated() | Extended() | Replied():
+                raise MisalignedTokensError(f"a journal has {type(entry).__name__} before its first prompt")
+    sampled = [draft for draft in drafts if draft.spans]
+    return tuple(draft.sample() for draft in sampled or drafts[:1])
+
+
+def build_trajectory(
+    entries: Iterable[AnyEntry], *, rollout_id: str, index: int, outcome: str, ready_s: float = 0.0, metadata: dict[str, Any] | None = None
+) -> Trajectory:
+    """What a rollout produced: all but the arguments comes from its journal. Versions are -1 where nothing was sampled.
+
+    Raises:
+        MisalignedTokensError: as `build_samples`.
+    """
+    journal = list(entries)
+    end = Progress(journal)
+    scored = end.scored
+    timing = Timing(
+        queued_s=end.queued_s,
+        sandbox_s=end.seconds["sandbox"],
+        generate_s=end.seconds["generate"],
+        tool_s=end.seconds["tool"],
+        verify_s=end.seconds["verify"],
+        ready_s=ready_s,
+    )
+    return Trajectory(
+        rollout_id=rollout_id,
+        index=index,
+        attempt=end.attempt,
+        outcome=Outcome(outcome),
+        stop_reason=end.stop.reason if end.stop else "",
+        reward=scored.reward if scored else None,
+        reward_detail=orjson.loads(scored.detail) if scored and scored.detail else {},
+        samples=build_samples(journal),
+        turns=end.turns,
+        tool_calls=end.tool_calls,
+        timing=timing,
+        oldest_version=-1 if end.oldest_version is None else end.oldest_version,
+        newest_version=-1 if end.newest_version is None else end.newest_version,
+        metadata=metadata or {},
+    )
+
+
+class _Draft:
+    """One sample in the making: pieces of bytes and where the sampled ones lie."""
+
+    def __init__(self, prompt: bytes) -> None:
+        self.spans: list[tuple[int, int, int]] = []
+        """(start, end, version) of sampled tokens."""
+        self._ids: list[bytes] = []
+        self._logprobs: list[tuple[int, bytes]] = []
+        self._size = 0
+        self.append(prompt)
+
+    def append(self, data: bytes) -> None:
+        """Ids that nobody sampled: a prompt, or what follows a turn; then a turn begins."""
+        _check_whole(data, ID_BYTES)
+        self._add(data)
+        self.end_turn()
+
+    def end_turn(self) -> None:
+        self._turn = (self._size, len(self._ids), len(self._logprobs), len(self.spans))
+
+    def generate(self, entry: Generated) -> None:
+        """Sampled ids. Discarded ones take the parts of the same turn with them: it is sampled anew."""
+        if entry.discarded:
+            self._size, ids, logprobs, spans = self._turn
+            del self._ids[ids:], self._logprobs[logprobs:], self.spans[spans:]
+            return
+        _check_generation(entry)
+        self._logprobs.append((self._size, entry.logprobs))
+        self.spans += [(self._size + start, self._size + end, version) for version, _, start, end in entry.spans if end > start]
+        self._add(entry.token_ids)
+
+    def _add(self, data: bytes) -> None:
+        self._ids.append(data)
+        self._size += len(data) // ID_BYTES
+
+    def sample(self) -> Sample:
+        """T = all tokens of the sample."""
+        mask = np.zeros(self._size, dtype=np.uint8)
+        versions = np.full(self._size, -1, dtype=np.int32)
+        for start, end, version in self.spans:
+            mask[start:end] = 1
+            versions[start:end] = version
+        token_ids = np.frombuffer(b"".join(self._ids), dtype="<i4")
+        if self._size and int(token_ids.min()) < 0:
+            raise MisalignedTokensError("a journal has a negative token id")
+        prompt_len = self.spans[0][0] if self.spans else self._size
+        return Sample(token_ids=token_ids, loss_mask=mask, logprobs=self._scores(), versions=versions, prompt_len=prompt_len)
+
+    def _scores(self) -> npt.NDArray[np.float32]:
+        scores = np.zeros(self._size, dtype=np.float32)
+        for start, data in self._logprobs:
+            scores[start : start + len(data) // LOGPROB_BYTES] = np.frombuffer(data, dtype="<f4")
+        finite = np.isfinite(scores)
+        if not finite.all():
+            raise MisalignedTokensError(f"non_finite_logprob: the log-probability of token {int(finite.argmin())} of a sample is not finite")
+        return scores
+
+
+def _check_whole(data: bytes, item_bytes: int) -> None:
+    if len(data) % item_bytes:
+        raise MisalignedTokensError(f"a journal has {len(data)} bytes where items of {item_bytes} belong")
+
+
+def _check_generation(entry: Generated) -> None:
+    """Its ids, log-probabilities and spans have one length, and every version fits the export."""
+    _check_whole(entry.token_ids, ID_BYTES)
+    _check_whole(entry.logprobs, LOGPROB_BYTES)
+    count = len(entry.token_ids) // ID_BYTES
+    if len(entry.logprobs) // LOGPROB_BYTES != count:
+        raise MisalignedTokensError(f"logprob_mismatch: {count} sampled tokens with {len(entry.logprobs) // LOGPROB_BYTES} log-probabilities")
+    covered = 0
+    for version, _, start, end in entry.spans:
+        if start != covered or end < start or not 0 <= version <= MAX_INT32:
+            raise MisalignedTokensError(f"version span [{start}, {end}) of version {version} does not follow {covered} covered tokens")
+        covered = end
+    if covered != count:
+        raise MisalignedTokensError(f"version spans cover {covered} of {count} sampled tokens")

@@ -92,7 +92,7 @@ async def running(name: str, argv: Sequence[str], *, env: Mapping[str, str], log
     try:
         yield child
     finally:
-        await asyncio.shield(child.stop())
+        await child.stop()
 
 
 async def output_of(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> str:

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 START_S = 90.0
 """For the first answer of a child, on a machine that is busy with other things."""
+TOKENS_PER_S = 500
+"""Pace of one request at the stand-in, so that rollouts last and weights change under them."""
 REFRESH_S = 0.5
 LINE_S = 5.0
 """Between lines where there is no terminal to draw a table on."""
@@ -71,12 +73,17 @@ def run_demo(options: DemoOptions) -> int:
 
 
 async def _interruptible(options: DemoOptions) -> int:
-    """Ctrl-C and SIGTERM cancel the demo once; the way out is then its own, in order."""
-    task = asyncio.current_task()
-    assert task is not None
+    """The first Ctrl-C or SIGTERM cancels the demo; more of them change nothing, since every step of the way out has its own end."""
+    demo = asyncio.create_task(_demo(options))
+    stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await _demo(options)
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait((demo, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not demo.done():
+        demo.cancel()
+    stopped.cancel()
+    return await demo
 
 
 async def _demo(options: DemoOptions) -> int:
@@ -167,7 +174,7 @@ async def _generator(options: DemoOptions, work: Workload, place: Place, tokeniz
     port = free_port()
     argv = rollway_argv(
         *("generator", "--tokenizer", str(tokenizer), "--renderer", "qwen3", "--policy", str(policy), "--host", "127.0.0.1"),
-        *("--port", str(port), "--seed", str(options.seed), "--record", str(place.record)),
+        *("--port", str(port), "--seed", str(options.seed), "--record", str(place.record), "--tokens-per-s", str(TOKENS_PER_S)),
     )
     child = await parts.enter_async_context(running("generator", argv, env=place.env, log=place.log("generator")))
     await child.ready(f"http://127.0.0.1:{port}/ready", timeout_s=START_S)
@@ -236,4 +243,4 @@ async def _no_sandboxes_after(place: Place) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await asyncio.shield(_inventory(place, "--destroy"))
+        await _inventory(place, "--destroy")

@@ -15,9 +15,6 @@ from service.humaneval.tasks import SOLUTION, Problem, problems
 Candidates = list[dict[str, Any]]
 """`[{"text", "weight"}, ...]`: what one turn may say."""
 
-LAST_TURNS = 6
-"""After the fourth turn the policy keeps submitting, since any turn before may have been a call that failed."""
-
 
 def humaneval_policy(limit: int | None = None, *, seed: int = 0) -> dict[str, Any]:
     """Rules for the first `limit` tasks (all by default). `seed` varies how hard each task is for the policy."""
@@ -32,8 +29,8 @@ def call_text(name: str, **arguments: Any) -> str:
 
 def _rule(problem: Problem, seed: int) -> dict[str, Any]:
     chance = random.Random(f"{seed}/{problem.task_id}")
-    submit = [_said(call_text("submit"), 1.0)]
-    turns = [_look(), _write(problem, skill=chance.uniform(0.2, 0.8)), _try(problem)] + [submit] * LAST_TURNS
+    submit = [_said(call_text("submit"), 1.0)]  # said again for as long as the rollout goes on
+    turns = [_look(), _write(problem, skill=chance.uniform(0.2, 0.8)), _try(problem), submit]
     return {"match": problem.marker, "turns": turns}
 
 

@@ -416,6 +416,7 @@ class Rollout:
                     open_fresh=self._fresh_sandbox,
                     trajectory_messages=messages,
                     http=self._resources.http,
+                    stop_reason=self._progress.stop_reason,
                 )
         except TaskFaultError as error:
             raise RestartError(f"task: {error}", retry=False) from error

@@ -1,0 +1,206 @@
+"""Leases of rollouts: taken by workers, renewed, and the only way to write a rollout's journal.
+
+What must always hold: only the holder of a rollout's current fence changes it, checked in the same step as the write. Each lease ends in
+exactly one of finish, restart, release, loss by expiry, or its group's end.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from service import keys
+from service.errors import LeaseLostError
+from service.journal import AnyEntry, SandboxOpened, decode, encode
+from service.records import GroupState, Outcome
+from service.store import Argument, Store, unavailable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One rollout in a worker's hand. `fence`: an integer as text, higher than that of every earlier lease of this rollout.
+
+    resumed: its journal is not empty. queued_s: since it was queued, or came back.
+    sandbox_losses: how often the model destroyed its sandbox.
+    """
+
+    job_id: str
+    group_id: str
+    rollout_id: str
+    index: int
+    attempt: int
+    fence: str
+    group_size: int
+    resumed: bool
+    queued_s: float
+    cancelled: bool
+    tenant: str
+    policy_version: int
+    lineage: int
+    sandbox_losses: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """Rollouts that are no longer ours: `lost` to another worker or an end, `cancelled` by the client or a failed sibling."""
+
+    lost: frozenset[str]
+    cancelled: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a rollout ended. reward None: left to the trainer. reward_detail: JSON. Versions are None where nothing was sampled."""
+
+    outcome: Outcome
+    stop_reason: str
+    reward: float | None
+    reward_detail: str
+    turns: int
+    tool_calls: int
+    sampled_tokens: int
+    discarded_tokens: int = 0
+    oldest_version: int | None
+    newest_version: int | None
+    oldest_lineage: int | None
+
+
+class Leases:
+    """Leases of a store's rollouts. Every method raises UnavailableError when the store is away."""
+
+    def __init__(self, store: Store, *, lease_s: float, max_attempts: int) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+
+    async def take(self, job_id: str, worker: str, *, n: int) -> list[Lease]:
+        """Up to `n` rollouts: resumed ones first, then by age; groups are admitted from the backlog as the gate allows.
+
+        Raises:
+            NotFoundError: no such job.
+        """
+        job = keys.JobKeys(job_id)
+        reply = await self._store.script("take")(job, [worker, n, self._lease_s])
+        if reply["status"] == "missing":
+            raise keys.missing(job_id)
+        if not reply["leases"]:
+            return []
+        await self._store.to_disk(job)
+        resumed = await self._with_journal(job, [entry["rollout_id"] for entry in reply["leases"] if entry["again"]])
+        return [_lease(job_id, entry, reply, resumed) for entry in reply["leases"]]
+
+    async def _with_journal(self, job: keys.JobKeys, rollouts: Sequence[str]) -> frozenset[str]:
+        if not rollouts:
+            return frozenset()
+        with unavailable():
+            pipeline = self._store.redis.pipeline(transaction=False)
+            for rollout in rollouts:
+                pipeline.exists(job.journal(rollout))
+            replies = await pipeline.execute()
+        return frozenset(rollout for rollout, there in zip(rollouts, replies, strict=True) if there)
+
+    async def renew(self, job_id: str, leases: Iterable[Lease]) -> Renewal:
+        """Hold these for another `lease_s`."""
+        pairs = [part for lease in leases for part in (lease.rollout_id, lease.fence)]
+        reply = await self._store.script("renew")(keys.JobKeys(job_id), [self._lease_s, *pairs])
+        return Renewal(lost=frozenset(reply["lost"]), cancelled=frozenset(reply["cancelled"]))
+
+    async def append(self, lease: Lease, entries: Sequence[AnyEntry], *, at_index: int, durable: bool = False) -> None:
+        """Append to the journal, whose length the caller believes to be `at_index`. Repeating a call after a lost reply is safe.
+
+        durable: on the disk of Redis before this returns.
+
+        Raises:
+            LeaseLostError: the lease is another's, or the journal is not as long as believed.
+        """
+        job = keys.JobKeys(lease.job_id)
+        sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened)), "")
+        args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, *map(encode, entries)]
+        length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts], args)
+        if length < 0:
+            why = "its lease is another's" if length == -1 else f"its journal is not {at_index} entries long"
+            raise LeaseLostError(f"{lease.rollout_id}: {why}")
+        if durable:
+            await self._store.to_disk(job)
+
+    async def journal(self, rollout_id: str, *, start: int = 0) -> list[AnyEntry]:
+        """The entries of the current attempt from index `start`."""
+        job = keys.JobKeys(keys.job_of(rollout_id))
+        with unavailable():
+            return [decode(data) for data in await self._store.redis.lrange(job.journal(rollout_id), start, -1)]
+
+    async def raw_journals(self, rollout_ids: Sequence[str]) -> list[list[bytes]]:
+        """The undecoded journals of rollouts of one job, in one round trip."""
+        with unavailable():
+            pipeline = self._store.redis.pipeline(transaction=False)
+            for rollout in rollout_ids:
+                pipeline.lrange(keys.JobKeys(keys.job_of(rollout)).journal(rollout), 0, -1)
+            journals: list[list[bytes]] = await pipeline.execute()
+        return journals
+
+    async def finish(self, lease: Lease, ended: Ended) -> GroupState:
+        """The rollout has its trajectory; the state of its group after that. Repeating the call is safe.
+
+        Raises:
+            LeaseLostError: the lease is another's, or the group has ended.
+        """
+        fields = {name: getattr(ended, name) for name in Ended.__dataclass_fields__ if getattr(ended, name) is not None}
+        reply = await self._settle("finish", lease, [msgspec.msgpack.encode(fields)])
+        return GroupState(reply["state"])
+
+    async def restart(self, lease: Lease, reason: str, *, retry: bool, attempt_counts: bool = True) -> Literal["pending", "group_failed"]:
+        """This attempt failed: it begins anew, or, with `retry` false or the attempts used up, the group fails with `reason`.
+
+        Reasons are counted by what stands before their first colon. Repeating the call is safe.
+
+        Raises:
+            LeaseLostError: the lease is another's, or the group has ended.
+        """
+        args: list[Argument] = [lease.index, reason, int(retry), int(attempt_counts), self._max_attempts]
+        reply = await self._settle("restart", lease, args)
+        return "pending" if reply["state"] == "pending" else "group_failed"
+
+    async def _settle(self, name: str, lease: Lease, args: Sequence[Argument]) -> dict[str, Any]:
+        job = keys.JobKeys(lease.job_id)
+        journals = job.journals(lease.group_id, lease.group_size)
+        reply = await self._store.script(name)(job, [lease.group_id, lease.rollout_id, lease.fence, *args], journals=journals)
+        if reply["status"] != "ok":
+            raise LeaseLostError(f"{lease.rollout_id}: its lease is another's, or its group has ended")
+        return reply
+
+    async def release(self, lease: Lease) -> None:
+        """Hand the rollout back, first in line with its journal. A lease that is lost already has nothing to hand back."""
+        await self._store.script("release")(keys.JobKeys(lease.job_id), [lease.rollout_id, lease.fence])
+
+    async def live_attempts(self, job_id: str) -> dict[str, int]:
+        """rollout id -> attempt of all rollouts that workers hold or may take, for the sweep of sandboxes."""
+        job = keys.JobKeys(job_id)
+        with unavailable():
+            pipeline = self._store.redis.pipeline(transaction=True)
+            pipeline.zrange(job.pending, 0, -1)
+            pipeline.zrange(job.leases, 0, -1)
+            names = [name for part in await pipeline.execute() for name in part]
+            raw = await self._store.redis.hmget(job.rollouts, names) if names else []
+        records = ((name.decode(), data) for name, data in zip(names, raw, strict=True) if data is not None)
+        return {name: int(msgspec.msgpack.decode(data)["attempt"]) for name, data in records}
+
+
+def _lease(job_id: str, entry: dict[str, Any], reply: dict[str, Any], resumed: frozenset[str]) -> Lease:
+    rollout = entry["rollout_id"]
+    return Lease(
+        job_id=job_id,
+        group_id=keys.group_of(rollout),
+        rollout_id=rollout,
+        index=keys.index_of(rollout),
+        attempt=entry["attempt"],
+        fence=entry["fence"],
+        group_size=reply["group_size"],
+        resumed=rollout in resumed,
+        queued_s=float(entry["queued_s"]),
+        cancelled=False,
+        tenant=reply["tenant"],
+        policy_version=reply["version"],
+        lineage=reply["lineage"],
+        sandbox_losses=entry["sandbox_losses"],
+    )

@@ -1,0 +1,44 @@
+-- A rollout ended with a trajectory. The last member makes the group ready, or drops it.
+-- KEYS 18..: the journals of all members. ARGV: group id, rollout id, fence, msgpack map of the end (class Ended).
+-- Reply: ok {state} of the group; lost. What always holds: one end per attempt; the same fence finishing twice gets the same answer.
+local job = read_job()
+if not job then return reply('missing') end
+local gid, rid, fence, now = ARGV[1], ARGV[2], ARGV[3], seconds()
+local r, g = load(ROLLOUTS, rid), load(GROUPS, gid)
+if not r or not g then return reply('lost') end
+if r.state == 'ended' and r.settled == fence then return reply('ok', { state = g.state }) end
+if call('HGET', FENCES, rid) ~= fence then return reply('lost') end
+
+call('ZREM', LEASES, rid)
+call('HDEL', FENCES, rid)
+for field, value in pairs(cmsgpack.unpack(ARGV[4])) do r[field] = value end
+r.state, r.worker, r.settled, r.ended_at = 'ended', nil, fence, now
+save(ROLLOUTS, rid, r)
+count('tokens_discarded', r.discarded_tokens)
+g.ended, g.sampled_tokens = g.ended + 1, g.sampled_tokens + r.sampled_tokens
+if r.oldest_version then
+  g.oldest_version = math.min(g.oldest_version or r.oldest_version, r.oldest_version)
+  g.oldest_lineage = math.min(g.oldest_lineage or r.oldest_lineage, r.oldest_lineage)
+end
+
+local function rewards_vary()
+  for i = 0, g.size - 1 do
+    local other = load(ROLLOUTS, member(gid, i))
+    if other.reward == nil or other.reward ~= r.reward then return true end
+  end
+  return false
+end
+
+if g.ended < g.size then
+  save(GROUPS, gid, g)
+elseif job.zero_variance == 'drop' and g.size > 1 and not rewards_vary() then
+  end_group(gid, g, 'dropped', 'zero_variance', now)
+  unlink_journals(1, g.size)
+else
+  leave_state(gid, g)
+  g.state, g.ready_at = 'ready', now
+  g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
+  call('ZADD', READY, ready_place(g), gid)
+  save(GROUPS, gid, g)
+end
+return reply('ok', { state = g.state })

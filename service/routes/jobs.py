@@ -1,0 +1,147 @@
+"""Jobs: create, read, change, delete, preflight; and their policy version."""
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from service.bodies import parse_as, read_body, validated
+from service.chat import ChatModel, load_chat_model
+from service.errors import FieldProblem, InvalidError, NotFoundError
+from service.gateway import Gateway, GatewayDep, PostDep, Tenant, check_urls
+from service.jobs import JobRecord
+from service.keys import job_of
+from service.preflight import Finding, generator_findings, redis_findings, tokenizer_findings, worker_findings
+from service.problems import problem_responses
+from service.records import GeneratorSpec, JobPatch, JobSpec
+from service.routes.answers import JobAnswer, JobsAnswer, PreflightAnswer, answer, job_answer
+from service.routes.requests import EmptyBody, PolicyBody, takes
+from service.submissions import check_defaults
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+async def load_chat(gateway: Gateway, spec: JobSpec) -> ChatModel:
+    """The job's tokenizer and renderer; loading is blocking and cached per process."""
+    return await asyncio.to_thread(load_chat_model, spec.model.tokenizer, spec.model.renderer, settings=gateway.settings)
+
+
+async def check_generators(gateway: Gateway, specs: list[GeneratorSpec]) -> None:
+    urls = {spec.url: f"generators.{number}.url" for number, spec in enumerate(specs)}
+    urls |= {url: f"generators.{n}.control_urls.{m}" for n, spec in enumerate(specs) for m, url in enumerate(spec.control_urls)}
+    await check_urls(gateway, urls)
+
+
+@router.post(
+    "",
+    status_code=201,
+    summary="Create a job; the same name and spec again is the same job",
+    openapi_extra=takes(JobSpec),
+    responses={201: {"model": JobAnswer}, 200: {"model": JobAnswer}, **problem_responses(400, 409, 413, 415)},
+)
+async def create_job(post: PostDep) -> Response:
+    async def act(body: bytes) -> Response:
+        gateway = post.gateway
+        spec = parse_as(JobSpec, body)
+        check_defaults(spec, process_backend=gateway.settings.process_backend)
+        await check_generators(gateway, spec.generator_specs)
+        await load_chat(gateway, spec)
+        record, created = await gateway.jobs.create(post.tenant, spec)
+        warnings = await generator_findings(gateway.http, spec.generator_specs, context_tokens=spec.model.context_tokens)
+        body_model = job_answer(record, await gateway.jobs.counts(record.job_id), warnings=warnings)
+        return answer(body_model, 201 if created else 200, location=f"/v1/jobs/{record.job_id}")
+
+    return await post.once(act)
+
+
+@router.get("", summary="The tenant's jobs", responses={200: {"model": JobsAnswer}, **problem_responses()})
+async def list_jobs(gateway: GatewayDep, tenant: Tenant) -> Response:
+    return answer(JobsAnswer(jobs=[job_answer(record) for record in await gateway.jobs.list(tenant)]))
+
+
+@router.get("/{job_id}", summary="A job with live counts", responses={200: {"model": JobAnswer}, **problem_responses(404)})
+async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
+    record = await gateway.job(job_id, tenant)
+    return answer(job_answer(record, await gateway.jobs.counts(job_id)))
+
+
+@router.patch(
+    "/{job_id}",
+    summary="Change budget, limits, generators; what is left out stays",
+    openapi_extra=takes(JobPatch),
+    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+)
+async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
+    record = await gateway.job(job_id, tenant)
+    patch = parse_as(JobPatch, await read_body(request, max_bytes=gateway.settings.max_body_bytes))
+    await check_patch(gateway, record, patch)
+    return answer(job_answer(await gateway.jobs.patch(job_id, patch), await gateway.jobs.counts(job_id)))
+
+
+async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> None:
+    """The job as it would be must be one that could be created."""
+    changes = patch.model_dump(exclude_unset=True)
+    nulls = [name for name, value in changes.items() if value is None and name != "staleness_budget"]
+    if nulls:
+        problems = [FieldProblem(field=name, problem="may not be null; leave it out if it shall stay") for name in nulls]
+        raise InvalidError("some fields are wrong", fields=problems)
+    spec = validated(JobSpec, record.spec.model_dump() | changes)
+    check_defaults(spec, process_backend=gateway.settings.process_backend)
+    if patch.generators is not None:
+        await check_generators(gateway, spec.generator_specs)
+
+
+@router.delete(
+    "/{job_id}",
+    status_code=204,
+    summary="Cancel everything and free it",
+    responses={204: {"description": "gone"}, **problem_responses(404)},
+)
+async def delete_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
+    await gateway.job(job_id, tenant)
+    await gateway.jobs.delete(job_id)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/{job_id}/preflight",
+    summary="What would fail later, with the cure",
+    openapi_extra=takes(EmptyBody, required=False),
+    responses={200: {"model": PreflightAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+)
+async def preflight(job_id: str, post: PostDep) -> Response:
+    async def act(body: bytes) -> Response:
+        parse_as(EmptyBody, body)
+        record = await post.gateway.job(job_id, post.tenant)
+        findings = await find(post.gateway, record.spec)
+        return answer(PreflightAnswer(ok=all(finding.severity != "error" for finding in findings), findings=findings))
+
+    return await post.once(act)
+
+
+async def find(gateway: Gateway, spec: JobSpec) -> list[Finding]:
+    """All findings of a job; a tokenizer that cannot be loaded (any more) is one of them."""
+    specs = spec.generator_specs
+    findings = await generator_findings(gateway.http, specs, context_tokens=spec.model.context_tokens)
+    try:
+        findings += await tokenizer_findings(gateway.http, specs, await load_chat(gateway, spec))
+    except InvalidError as error:
+        cure = "put it back where it was; running workers have it loaded"
+        findings.append(Finding(severity="error", field="model.tokenizer", problem=error.detail, cure=cure))
+    return findings + await worker_findings(gateway.store, spec) + await redis_findings(gateway.store)
+
+
+@router.put(
+    "/{job_id}/policy",
+    summary="The trainer has published weights",
+    openapi_extra=takes(PolicyBody),
+    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 410, 413, 415)},
+)
+async def set_policy(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
+    await gateway.job(job_id, tenant)
+    body = parse_as(PolicyBody, await read_body(request, max_bytes=gateway.settings.max_body_bytes))
+    for batch_id in body.ack:
+        if job_of(batch_id) != job_id:
+            raise NotFoundError(f"there is no batch {batch_id!r} in this job")
+    record = await gateway.jobs.set_policy(job_id, body.version, ack=body.ack, rollback=body.rollback)
+    return answer(job_answer(record, await gateway.jobs.counts(job_id)))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from service.errors import MisalignedTokensError
-from service.journal import AnyEntry, Extended, Generated, Opened, Progress, Prompted, Replied
+from service.journal import AnyEntry, Extended, Generated, Opened, Progress, Prompted
 from service.records import Outcome, Sample, Timing, Trajectory
 
 ID_BYTES = LOGPROB_BYTES = 4
@@ -40,9 +40,7 @@ def build_samples(entries: Iterable[AnyEntry]) -> tuple[Sample, ...]:
                 drafts[-1].generate(entry)
             case Extended(token_ids=data) if drafts:
                 drafts[-1].append(data)
-            case Replied() if drafts:
-                drafts[-1].end_turn()
-            case Generated() | Extended() | Replied():
+            case Generated() | Extended():
                 raise MisalignedTokensError(f"a journal has {type(entry).__name__} before its first prompt")
     sampled = [draft for draft in drafts if draft.spans]
     return tuple(draft.sample() for draft in sampled or drafts[:1])
@@ -100,9 +98,6 @@ class _Draft:
         """Ids that nobody sampled: a prompt, or what follows a turn; then a turn begins."""
         _check_whole(data, ID_BYTES)
         self._add(data)
-        self.end_turn()
-
-    def end_turn(self) -> None:
         self._turn = (self._size, len(self._ids), len(self._logprobs), len(self.spans))
 
     def generate(self, entry: Generated) -> None:
@@ -139,7 +134,7 @@ class _Draft:
             scores[start : start + len(data) // LOGPROB_BYTES] = np.frombuffer(data, dtype="<f4")
         finite = np.isfinite(scores)
         if not finite.all():
-            raise MisalignedTokensError(f"non_finite_logprob: the log-probability of token {int(finite.argmin())} of a sample is not finite")
+            raise MisalignedTokensError(f"non_finite_logprob: token {int(finite.argmin())} of a sample has {scores[finite.argmin()]}")
         return scores
 
 
@@ -152,9 +147,9 @@ def _check_generation(entry: Generated) -> None:
     """Its ids, log-probabilities and spans have one length, and every version fits the export."""
     _check_whole(entry.token_ids, ID_BYTES)
     _check_whole(entry.logprobs, LOGPROB_BYTES)
-    count = len(entry.token_ids) // ID_BYTES
-    if len(entry.logprobs) // LOGPROB_BYTES != count:
-        raise MisalignedTokensError(f"logprob_mismatch: {count} sampled tokens with {len(entry.logprobs) // LOGPROB_BYTES} log-probabilities")
+    count, scores = len(entry.token_ids) // ID_BYTES, len(entry.logprobs) // LOGPROB_BYTES
+    if scores != count:
+        raise MisalignedTokensError(f"logprob_mismatch: {count} sampled tokens with {scores} log-probabilities")
     covered = 0
     for version, _, start, end in entry.spans:
         if start != covered or end < start or not 0 <= version <= MAX_INT32:

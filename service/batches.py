@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from service import keys
-from service.errors import ConflictError, GoneError, InvalidError
+from service.errors import ConflictError, FieldProblem, GoneError, InvalidError
 from service.groups import GroupRecord, RolloutRecord, read_groups
 from service.records import GroupState
 from service.store import Store, unavailable
@@ -35,12 +35,13 @@ class BatchGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A live batch. policy_version, lineage: the job's when it was leased. lease_until: unix time."""
+    """A live batch. policy_version, lineage: the job's when it was leased. leased_at, lease_until: unix time."""
 
     batch_id: str
     job_id: str
     policy_version: int
     lineage: int
+    leased_at: float
     lease_until: float
     groups: list[BatchGroup]
 
@@ -95,12 +96,13 @@ class Batches:
                 case "none":
                     return NothingReady(drained=reply["drained"])
                 case "above":
-                    raise InvalidError(
+                    raise _wrong(
+                        "groups",
                         f"{groups} groups can never be ready at once: the job lets out {reply['limit']}; ask for fewer, "
-                        "or raise staleness_budget, groups_per_step, steps_per_version or (with no budget) queue_groups"
+                        "or raise staleness_budget, groups_per_step, steps_per_version or (with no budget) queue_groups",
                     )
                 case "behind":
-                    raise InvalidError(f"trains_version {trains_version} has passed: the policy version is {reply['version']}")
+                    raise _wrong("trains_version", f"{trains_version} has passed: the policy version is {reply['version']}")
                 case "acked":
                     raise GoneError("the batch of this request was acked already; use a new Idempotency-Key for the next one")
                 case _:
@@ -187,9 +189,14 @@ class Batches:
             job_id=job.job_id,
             policy_version=fields.version,
             lineage=fields.lineage,
+            leased_at=fields.leased_at,
             lease_until=fields.lease_until,
             groups=_batch_groups(batch_id, fields.groups, records),
         )
+
+
+def _wrong(field: str, problem: str) -> InvalidError:
+    return InvalidError(f"{field}: {problem}", fields=[FieldProblem(field=field, problem=problem)])
 
 
 def _batch_groups(batch_id: str, entries: Sequence[BatchEntry], records: Sequence[GroupRecord]) -> list[BatchGroup]:

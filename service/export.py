@@ -5,7 +5,6 @@ batch. The first chunk is made before the answer begins: what can be refused is 
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,7 +84,7 @@ class Exporter:
 
     async def _chunk(self, batch: BatchRecord, members: Sequence[Member]) -> Chunk:
         journals = await self._leases.raw_journals([member.rollout.rollout_id for member in members])
-        chunk = await asyncio.to_thread(build_chunk, members, journals, leased_at=time.time())
+        chunk = await asyncio.to_thread(build_chunk, members, journals, leased_at=batch.leased_at)
         self._metrics.exported_samples.inc(sum(len(trajectory.samples) for _, trajectory in chunk))
         return chunk
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from service.errors import FieldProblem, InvalidError, RequestError
 
@@ -85,11 +86,12 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestError)
         return answer_error(error)
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         detail = {404: "there is nothing at this path; see /openapi.json", 405: "this path does not take that method"}
         title = http.HTTPStatus(error.status_code).phrase
-        return problem(error.status_code, title, detail.get(error.status_code, str(error.detail)), headers=error.headers)
+        headers = {"Allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+        return problem(error.status_code, title, detail.get(error.status_code, str(error.detail)), headers=headers)
 
     async def on_parameter_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -102,6 +104,15 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_parameter_error)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _methods(request: Request) -> list[str]:
+    """Every method that the path takes; the framework names only those of the first route it met."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(dict(request.scope))[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
 
 
 def _parameters(errors: Iterable[Any]) -> list[FieldProblem]:

@@ -52,7 +52,8 @@ if #fresh == 0 or #fresh < n and not fewer then
 end
 
 local bid = call('HGET', JOB, 'job_id') .. '-b' .. whole(call('HINCRBY', JOB, 'batches', 1))
-local b = { state = 'live', version = job.version, lineage = job.lineage, lease_until = now + lease_s, request_key = key, groups = {} }
+local b = { state = 'live', version = job.version, lineage = job.lineage, leased_at = now, lease_until = now + lease_s, request_key = key }
+b.groups = {}
 b['until'] = trains or job.version
 for i, item in ipairs(fresh) do
   local g = item.g

@@ -16,7 +16,8 @@ SHELL = "main"
 """The bash session that all bash calls of a rollout share."""
 
 _IN_WORKDIR = 'mkdir -p "$1" 2>/dev/null; cd "$1" 2>/dev/null || cd /; shift; exec "$@"'
-"""Runs a program as it is, also where the model removed the directory (or put a file in its place); one that is not there is exit code 127 in the sandbox."""
+"""Runs a program as it is, also where the model removed the directory or put a file in its place. A program that is not there is exit
+code 127 in the sandbox."""
 
 T = TypeVar("T")
 

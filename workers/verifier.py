@@ -42,10 +42,11 @@ _IN_WORKDIR = '[ -d "$1" ] || { rm -f "$1"; mkdir -p "$1"; }; cd "$1" && exec sh
 CLEAR_S = 60.0
 """Removing what lies where copies are about to land."""
 
-_SYSTEM = frozenset("/ /bin /boot /dev /etc /home /lib /lib64 /media /mnt /opt /proc /root /run /sbin /srv /sys /tmp /usr /var".split())
-"""Directories of the system: never a verifier's alone, and nor is what lies below them, except in `_OPEN`."""
+_PROGRAMS = frozenset("/bin /boot /dev /etc /lib /lib64 /proc /run /sbin /sys /usr /var".split())
+"""What lies here keeps a sandbox going: nothing at or below them is removed before a copy lands."""
 
-_OPEN = frozenset({"/mnt", "/opt", "/srv", "/tmp"})
+_PLACES = frozenset("/ /home /media /mnt /opt /root /srv /tmp".split())
+"""Nobody's alone; what lies below them may be."""
 
 
 async def verify(
@@ -87,7 +88,7 @@ async def _verify_by_command(
         return Verdict(0.0, detail)
     async with open_fresh() as fresh:
         if artifacts is not None:
-            await _clear(fresh, verifier.artifacts)
+            await _clear(fresh, [path for path in verifier.artifacts if not _keeps_going(path)])
             await within(COPY_S, fresh.put_tar(artifacts.archive), what="copying the artifacts")
         verdict = await _score(task, verifier, fresh, stdin=stdin)
     if artifacts is not None and artifacts.dropped:
@@ -137,14 +138,16 @@ def own_directories(task: TaskSpec, verifier: CommandVerifier) -> list[str]:
 
 
 def _is_systems(path: str) -> bool:
-    top = "/" + path.split("/")[1]
-    return path in _SYSTEM or (top in _SYSTEM and top not in _OPEN)
+    return path in _PLACES or posixpath.dirname(path) == "/home" or _keeps_going(path)
+
+
+def _keeps_going(path: str) -> bool:
+    return "/" + path.split("/")[1] in _PROGRAMS
 
 
 def _is_used(path: str, others: Sequence[str], setup: Sequence[str]) -> bool:
-    return any(f"{path}/".startswith(f"{other}/") or other.startswith(f"{path}/") for other in others) or any(
-        path in line for line in setup
-    )
+    related = any(f"{path}/".startswith(f"{other}/") or other.startswith(f"{path}/") for other in others)
+    return related or any(path in line for line in setup)
 
 
 class _Function(msgspec.Struct):

@@ -139,7 +139,7 @@ def test_answer_json(messages: list[dict[str, Any]], answer: str | None) -> None
     [
         pytest.param(["/verify/run.py", "/verify/data/x"], {}, ["/verify", "/verify/data"], id="its-own"),
         pytest.param(["/work/tests/test_x.py"], {}, [], id="inside-the-workdir"),
-        pytest.param(["/run.py", "/etc/x", "/usr/local/verify/x", "/tmp/x"], {}, [], id="of-the-system"),
+        pytest.param(["/run.py", "/etc/x", "/usr/local/verify/x", "/tmp/x", "/home/me/x"], {}, [], id="of-the-system"),
         pytest.param(["/tmp/verify/x", "/opt/verify/x"], {}, ["/opt/verify", "/tmp/verify"], id="below-open-directories"),
         pytest.param(["/verify/x"], {"files": {"/verify/data/fixture": ""}}, [], id="the-tasks-files-lie-there"),
         pytest.param(["/a/x"], {"workdir": "/a/b"}, [], id="around-the-workdir"),

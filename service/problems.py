@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import compile_path
 
 from service.errors import FieldProblem, InvalidError, RequestError
 
@@ -108,11 +108,9 @@ def install(app: FastAPI) -> None:
 
 def _methods(request: Request) -> list[str]:
     """Every method that the path takes; the framework names only those of the first route it met."""
-    found: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.matches(dict(request.scope))[0] is not Match.NONE:
-            found |= route.methods or set()
-    return sorted(found)
+    paths: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    found = [methods for template, methods in paths.items() if compile_path(template)[0].match(request.url.path)]
+    return sorted({method.upper() for methods in found for method in methods})
 
 
 def _parameters(errors: Iterable[Any]) -> list[FieldProblem]:

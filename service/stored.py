@@ -57,6 +57,7 @@ class BatchFields(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     version: int
     lineage: int
+    leased_at: float
     lease_until: float
     groups: list[BatchEntry]
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from array import array
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ def _listed_folder(name: str, roots: list[Path]) -> Path | None:
     return None
 
 
+MAX_PROBED_MARKERS = 2000
+"""Some vocabularies have thousands of unused added tokens, all alike."""
+
+
 @lru_cache(maxsize=64)
 def _load(source: str, renderer: str) -> ChatModel:
     stock = _load_stock(source)
@@ -61,10 +66,10 @@ def _load(source: str, renderer: str) -> ChatModel:
     try:
         model = ChatModel(**parts, tail_only=True)
         full = ChatModel(**parts, tail_only=False)
-        _check_plain(model, plain)
+        _check_plain(model, tokenizer, plain)
+        return model if _tail_suffices(model, full) else full
     except TaskFaultError as error:
         raise _wrong("model.renderer", f"{name!r} does not work with this tokenizer ({error})") from error
-    return model if _tail_suffices(model, full) else full
 
 
 def _load_stock(source: str) -> Any:
@@ -98,7 +103,7 @@ def renderer_names() -> list[str]:
     """Names that a job may give as its renderer, beside `auto`."""
     from renderers.base import MODEL_RENDERER_MAP
 
-    return sorted({*MODEL_RENDERER_MAP.values(), "chatml"})
+    return sorted({*MODEL_RENDERER_MAP.values(), "chatml"} - {"gpt-oss"})  # it encodes by a vocabulary of its own that it downloads
 
 
 def _resolve(source: str, stock: Any, plain: PlainText) -> str:
@@ -106,7 +111,7 @@ def _resolve(source: str, stock: Any, plain: PlainText) -> str:
     from renderers.base import MODEL_RENDERER_MAP
 
     for model in _model_names(source):
-        if model in MODEL_RENDERER_MAP:
+        if MODEL_RENDERER_MAP.get(model) in renderer_names():
             return str(MODEL_RENDERER_MAP[model])
     template = stock.chat_template if isinstance(stock.chat_template, str) else START
     if {START, END} <= plain.markers and "<tool_call>" not in plain.markers and START in template:
@@ -183,18 +188,19 @@ def _probe_turns(model: ChatModel) -> list[list[int]]:
     base = model.prompt([_USER], _TOOLS)
     turns = []
     for reply in _REPLIES:
-        written = model.prompt([_USER, reply, _ANSWER], _TOOLS)[len(base) :]
+        written = model.prompt([_USER, reply, _ANSWER if reply.get("tool_calls") else _USER], _TOOLS)[len(base) :]
         stop = next((index for index, token in enumerate(written) if token in model.stop_token_ids), len(written) - 1)
         turns += [written[: stop + 1], written[:stop], written[: stop // 2]]
     return turns
 
 
-def _check_plain(model: ChatModel, plain: PlainText) -> None:
+def _check_plain(model: ChatModel, tokenizer: FastTokenizer, plain: PlainText) -> None:
     """Refuse a renderer that would let text become control tokens, or that changes text so that the broken markers show."""
-    hostile = "".join(sorted(plain.markers)[:2000])
-    tame = {token: model.prompt([_USER], _TOOLS).count(token) for token in model.stop_token_ids}
-    ids = model.prompt([{"role": "user", "content": _USER["content"] + hostile}], _TOOLS)
-    if plain.sentinel in model.decode(ids) or any(ids.count(token) != count for token, count in tame.items()):
+    controls = set(tokenizer.known_ids(*plain.markers))
+    hostile = "".join(sorted(plain.markers)[:MAX_PROBED_MARKERS])
+    tame, ids = (model.prompt([_USER | {"content": text}], _TOOLS) for text in ("hi", f"hi{hostile}"))
+    forged = Counter(token for token in ids if token in controls) - Counter(tame)
+    if forged or plain.sentinel in model.decode(ids):
         raise _wrong("model.renderer", f"{model.name!r} cannot keep text apart from control tokens with this tokenizer")
 
 

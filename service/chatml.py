@@ -109,4 +109,3 @@ def _assistant_text(message: Message) -> str:
         body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
         parts.append(f"<tool_call>\n{body}\n</tool_call>")
     return "\n".join(part for part in parts if part)
-

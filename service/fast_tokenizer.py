@@ -4,13 +4,14 @@ One turn makes about 14 encode calls, most of them for short template strings: t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from service.plain_text import PlainText
+from service.tiktoken_encoder import tiktoken_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ PROBES = (
     "user\nHello, world!",
     "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # done\r\n\t\n\n",
     "  two spaces,   three, trailing  ",
+    "\x00\x1c\x0b\x0c\x85\u1680\u180e\u2028\u3000\ufeff a\u0301 \ud7a3\u1100\u1161 ½²³٣ ǅ_ª",
     "Zażółć gęślą jaźń; e\u0301 é ﬁ Ⅷ K \u200b\u00a0 𝛼 \U0001f469\u200d\U0001f4bb 日本語 ไทย العربية",
-    "<|im_start|>assistant\n<think>\n</think><tool_call>\n{\"name\": \"x\"}\n</tool_call><|im_end|>\n<|endoftext|><s></s>[INST]",
+    '<|im_start|>assistant\n<think>\n</think><tool_call>\n{"name": "x"}\n</tool_call><|im_end|>\n<|endoftext|><s></s>[INST]',
     "'s 'LL I'm can't 2026-11-29T14:00:00Z 0xFF 1e-9 https://example.org/a?b=c&d=%20",
 )
 """Strings on which the direct calls must give the stock tokenizer's ids."""
@@ -45,23 +47,32 @@ class FastTokenizer:
         self.name_or_path: str = stock.name_or_path
         self.unk_token_id: int | None = stock.unk_token_id
         self.eos_token_id: int | None = stock.eos_token_id
-        self._direct = all(self._raw_encode(probe) == self._stock_encode(probe) for probe in PROBES)
-        if not self._direct:
-            logger.warning("tokenizer %s differs from its own backend on probe texts: using the slower stock calls", self.name_or_path)
-        self._cached = lru_cache(maxsize=CACHED_STRINGS)(self._encode_tuple)
+        self._tiktoken = tiktoken_encoder(self._raw)
+        self._encode_long = self._fastest()
+        self._encode_short = lru_cache(maxsize=CACHED_STRINGS)(lambda text: tuple(self._encode_long(text)))
 
-    def _raw_encode(self, text: str) -> list[int]:
+    def _fastest(self) -> Callable[[str], list[int]]:
+        """The fastest way to encode that gives the stock tokenizer's ids on all probes."""
+        stock = [self._by_stock(probe) for probe in PROBES]
+        for encode in (self._by_tiktoken, self._by_backend):
+            if [encode(probe) for probe in PROBES] == stock:
+                return encode
+        logger.warning("tokenizer %s differs from its own backend on probe texts: using the slower stock calls", self.name_or_path)
+        return self._by_stock
+
+    def _by_tiktoken(self, text: str) -> list[int]:
+        ids = self._tiktoken(text) if self._tiktoken else None
+        return self._by_backend(text) if ids is None else ids
+
+    def _by_backend(self, text: str) -> list[int]:
         return self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def _stock_encode(self, text: str) -> list[int]:
+    def _by_stock(self, text: str) -> list[int]:
         ids: list[int] = self._stock.encode(text, add_special_tokens=False)
         return ids
 
-    def _encode_tuple(self, text: str) -> tuple[int, ...]:
-        return tuple(self._raw_encode(text) if self._direct else self._stock_encode(text))
-
     def _encode_piece(self, text: str) -> Sequence[int]:
-        return self._cached(text) if len(text) <= CACHED_CHARS else self._encode_tuple(text)
+        return self._encode_short(text) if len(text) <= CACHED_CHARS else self._encode_long(text)
 
     def encode(self, text: str, *_args: object, **_kwargs: object) -> list[int]:
         """Ids of `text`; added tokens in it are recognised unless they were marked as plain text."""

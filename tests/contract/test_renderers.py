@@ -216,7 +216,7 @@ def test_text_is_encoded_as_the_stock_tokenizer_would(model: ChatModel, text: st
     stock = model._tokenizer._stock
     if not any(marker in text for marker in model._plain.markers):
         assert encode(model, text) == stock.encode(text, add_special_tokens=False)
-    assert model._tokenizer._direct
+    assert model._tokenizer._encode_long == model._tokenizer._by_tiktoken
 
 
 def test_messages_that_no_template_writes_are_the_tasks_fault(model: ChatModel) -> None:

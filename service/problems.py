@@ -7,6 +7,7 @@ import http
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -123,37 +124,60 @@ def invalid(error: ValidationError, value: object, *, prefix: str = "") -> Inval
 
 
 def field_problems(error: ValidationError, value: object, *, prefix: str = "") -> list[FieldProblem]:
-    """One problem a field; of a union's many complaints the one that fits what was sent."""
-    by_path: dict[str, list[ErrorDetails]] = {}
-    for details in error.errors(include_url=False, include_input=False):
-        by_path.setdefault(_path(details, value), []).append(details)
-    problems = []
-    for path, found in by_path.items():
-        if all(_is_type(d) for d in found) and any(other.startswith(f"{path}.") for other in by_path if other != path):
-            continue  # the other arm of a union: the client meant the one that has deeper complaints
-        fitting = [d for d in found if not _is_type(d)] or found
-        problems.append(FieldProblem(field=f"{prefix}{path}".strip(".") or "body", problem=_sentence(fitting[0])))
-    return problems
+    """One problem a field; of a union's arms only the one that the client seems to have meant."""
+    found = [_located(details, value) for details in error.errors(include_url=False, include_input=False)]
+    meant = _meant_arms(found)
+    problems: dict[str, FieldProblem] = {}
+    for located in found:
+        if all(meant[place] == tag for place, tag in located.arms.items()):
+            field = f"{prefix}{located.path}".strip(".") or "body"
+            problems.setdefault(field, FieldProblem(field=field, problem=_sentence(located.details)))
+    return list(problems.values())
 
 
-def _is_type(details: ErrorDetails) -> bool:
-    return details["type"].endswith("_type") or details["type"] == "literal_error"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Located:
+    """One complaint in the client's terms. `arms`: for each union on the way, its path and the arm that complains."""
+
+    details: ErrorDetails
+    path: str
+    arms: dict[str, str]
+
+    @property
+    def distance(self) -> int:
+        """How far what was sent is from what this arm wants."""
+        match self.details["type"]:
+            case "missing" | "extra_forbidden":
+                return 1
+            case "literal_error":
+                return 50
+        return 100 if self.details["type"].endswith("_type") else 0
 
 
-def _path(details: ErrorDetails, value: object) -> str:
-    """The location without the tags that pydantic puts in for the arms of a union."""
+def _located(details: ErrorDetails, value: object) -> _Located:
     parts: list[str] = []
+    arms: dict[str, str] = {}
     location = details["loc"]
     for position, part in enumerate(location):
-        last = position == len(location) - 1
         if isinstance(value, dict) and part in value:
             value = value[part]
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
-        elif not (last and details["type"] == "missing"):
+        elif not (position == len(location) - 1 and details["type"] == "missing"):
+            arms[".".join(parts)] = str(part)  # pydantic's name of a type of ours, which says nothing to a client
             continue
         parts.append(str(part))
-    return ".".join([*parts, *_named_field(details)])
+    return _Located(details=details, path=".".join([*parts, *_named_field(details)]), arms=arms)
+
+
+def _meant_arms(found: Sequence[_Located]) -> dict[str, str]:
+    """For each union the arm whose complaints are the smallest."""
+    distances: dict[str, dict[str, int]] = {}
+    for located in found:
+        for place, tag in located.arms.items():
+            arms = distances.setdefault(place, {})
+            arms[tag] = arms.get(tag, 0) + located.distance
+    return {place: min(arms, key=lambda tag: arms[tag]) for place, arms in distances.items()}
 
 
 def _named_field(details: ErrorDetails) -> list[str]:

@@ -43,7 +43,7 @@ class ChatModel:
     """One tokenizer and one renderer. Thread-safe after construction; `load_chat_model` makes it.
 
     name: of the renderer. vocab_size: ids below it are safe to send to the engine. fingerprint: sha256 of tokenizer and renderer.
-    tail_only: extensions look at the end of the history only.
+    tail_only: extensions look at the end of the history only. tokenizer, plain: how it encodes, what it keeps apart.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class ChatModel:
         self.fingerprint = fingerprint
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._plain = plain
-        self._tail_only = tail_only
+        self.tokenizer = tokenizer
+        self.plain = plain
+        self.tail_only = tail_only
         self._opening: list[int] = self.prompt([{"role": "user", "content": "hi"}], [])
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -76,7 +76,7 @@ class ChatModel:
 
         `ids` is the sample so far, the turn's sampled ids from `turn_start` on. None: the template cannot extend it; a new sample opens.
         """
-        head = ids[max(0, turn_start - TAIL_IDS) if self._tail_only else 0 : turn_start].tolist()
+        head = ids[max(0, turn_start - TAIL_IDS) if self.tail_only else 0 : turn_start].tolist()
         return self._bridge(head, ids[turn_start:].tolist(), messages, tools)
 
     def _bridge(self, head: list[int], turn: list[int], messages: Sequence[Message], tools: Tools) -> list[int] | None:
@@ -106,7 +106,7 @@ class ChatModel:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, control tokens shown; for people and for parsing only."""
-        return self._tokenizer.decode(token_ids)
+        return self.tokenizer.decode(token_ids)
 
     def _parse_hermes(self, token_ids: Sequence[int], rules: ToolRules, *, cut: bool) -> Parsed:
         reply = read_reply(self.decode(token_ids))
@@ -121,11 +121,11 @@ class ChatModel:
 
     def _ready(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as the renderers want them: arguments as objects, no empty fields, control markers broken."""
-        ready: list[dict[str, Any]] = self._plain.mark([_with_objects(message) for message in messages])
+        ready: list[dict[str, Any]] = self.plain.mark([_with_objects(message) for message in messages])
         return ready
 
     def _specs(self, tools: Tools) -> list[dict[str, Any]] | None:
-        return self._plain.mark(list(tools)) or None
+        return self.plain.mark(list(tools)) or None
 
 
 def _with_objects(message: Message) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class FastTokenizer:
     """Encodes and decodes like `stock` (a Hugging Face tokenizer), with untrusted text cut apart as `plain` marked it.
 
     Satisfies the `Tokenizer` protocol of the `renderers` package. Special tokens are never added, only recognised.
+    fast: the probes allow to go past the stock calls.
     """
 
     def __init__(self, stock: Any, plain: PlainText) -> None:
@@ -49,6 +50,7 @@ class FastTokenizer:
         self.eos_token_id: int | None = stock.eos_token_id
         self._tiktoken = tiktoken_encoder(self._raw)
         self._encode_long = self._fastest()
+        self.fast = self._encode_long != self._by_stock
         self._encode_short = lru_cache(maxsize=CACHED_STRINGS)(lambda text: tuple(self._encode_long(text)))
 
     def _fastest(self) -> Callable[[str], list[int]]:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from service.chat import ChatModel, load_chat_model
 from service.errors import InvalidError, TaskFaultError
 from service.settings import Settings
+from service.tokenizers import make_qwen3
 from tests.chatml_vocabulary import make_tiny_chatml
 
 TOOLS: list[dict[str, Any]] = [
@@ -53,13 +54,19 @@ def model(request: pytest.FixtureRequest, load: Callable[[str, str], ChatModel],
     return load(str(folder), request.param)
 
 
+@pytest.fixture(scope="module")
+def stock(model: ChatModel) -> Any:
+    assert model.tokenizer.fast
+    return AutoTokenizer.from_pretrained(model.tokenizer.name_or_path)
+
+
 def observation(text: str, call_id: str = "call_0_0") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "name": "bash", "content": text}
 
 
 def encode(model: ChatModel, text: str) -> list[int]:
     """What a model would sample for `text`, markers as their special tokens; the canonical cut."""
-    return model._tokenizer.encode(text)
+    return model.tokenizer.encode(text)
 
 
 def encode_in_pieces(model: ChatModel, pieces: list[str]) -> list[int]:
@@ -67,7 +74,7 @@ def encode_in_pieces(model: ChatModel, pieces: list[str]) -> list[int]:
 
 
 def controls(model: ChatModel, ids: list[int]) -> list[int]:
-    return [token for token in ids if model.decode([token]) in model._plain.markers]
+    return [token for token in ids if model.decode([token]) in model.plain.markers]
 
 
 def turn_of(model: ChatModel, text: str) -> list[int]:
@@ -143,7 +150,7 @@ def test_the_history_before_the_turn_is_not_looked_at(model: ChatModel) -> None:
         prompt = model.prompt([{"role": "user", "content": "word " * words}], TOOLS)
         suffixes.append(model.extend(array("i", prompt + turn), len(prompt), [observation("ok")], TOOLS))
     assert suffixes[0] == suffixes[1]
-    assert model._tail_only
+    assert model.tail_only
 
 
 def test_a_turn_that_goes_on_past_its_end_opens_a_new_sample(model: ChatModel) -> None:
@@ -168,7 +175,7 @@ def test_markers_in_text_stay_text(model: ChatModel, place: str) -> None:
     assert controls(model, hostile) == controls(model, tame)
     if place != "name":
         assert HOSTILE in model.decode(hostile)
-    assert model._plain.sentinel not in model.decode(hostile)
+    assert model.plain.sentinel not in model.decode(hostile)
 
 
 def test_markers_in_tool_specs_and_arguments_stay_text(model: ChatModel) -> None:
@@ -212,11 +219,22 @@ def test_any_text_decodes_to_its_characters_and_forges_nothing(model: ChatModel,
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=200))
-def test_text_is_encoded_as_the_stock_tokenizer_would(model: ChatModel, text: str) -> None:
-    stock = model._tokenizer._stock
-    if not any(marker in text for marker in model._plain.markers):
+def test_text_is_encoded_as_the_stock_tokenizer_would(model: ChatModel, stock: Any, text: str) -> None:
+    if not any(marker in text for marker in model.plain.markers):
         assert encode(model, text) == stock.encode(text, add_special_tokens=False)
-    assert model._tokenizer._encode_long == model._tokenizer._by_tiktoken
+
+
+def test_qwen3_has_its_real_ids_and_is_made_once(qwen3_dir: Path, load: Callable[[str, str], ChatModel]) -> None:
+    model = load(str(qwen3_dir), "qwen3")
+    assert (
+        model.decode([151643, 151644, 151645, 151657, 151658, 151668])
+        == "<|endoftext|><|im_start|><|im_end|><tool_call></tool_call></think>"
+    )
+    assert model.stop_token_ids == (151645, 151643)
+    assert model.vocab_size == 151669
+    made_at = (qwen3_dir / "tokenizer.json").stat().st_mtime_ns
+    assert make_qwen3(qwen3_dir) == qwen3_dir
+    assert (qwen3_dir / "tokenizer.json").stat().st_mtime_ns == made_at
 
 
 def test_messages_that_no_template_writes_are_the_tasks_fault(model: ChatModel) -> None:

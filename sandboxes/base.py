@@ -9,9 +9,10 @@ What must always hold (the conformance suite in tests/contract/ checks it agains
 
 * SandboxError                this sandbox, or the backend, cannot do its work: infrastructure, never an observation
   + SandboxLostError          it is gone or dead; `poll` was asked before this was raised
+  + SandboxContentError       it is well, but what is in it refuses a transfer (full disk, too many bytes, no tar): a model can cause this
+    - SandboxTooLargeError    it is more than `max_bytes`
   + SandboxStartError         it did not start within its budget
     - SandboxSpecError        it can never start from this spec (unknown image, bad setup): the task's fault, do not retry
-  + SandboxTooLargeError      what was asked for is over `max_bytes`; the sandbox is well
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,16 +48,20 @@ class SandboxLostError(SandboxError):
         self.by_command = by_command
 
 
+class SandboxContentError(SandboxError):
+    """The sandbox is well; what is in it refused the transfer of files. Not infrastructure: a command in it can bring this about."""
+
+
+class SandboxTooLargeError(SandboxContentError):
+    """More bytes than the caller allowed."""
+
+
 class SandboxStartError(SandboxError):
     """The sandbox did not start."""
 
 
 class SandboxSpecError(SandboxStartError):
     """The sandbox can never start from this spec."""
-
-
-class SandboxTooLargeError(SandboxError):
-    """More bytes than the caller allowed. Whoever filled the sandbox is at fault, not the backend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +142,11 @@ class Sandbox(Protocol):
         ...
 
     async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
-        """Write files at absolute paths, parents made, owned by the sandbox's user; replaces what is there, never follows a link out."""
+        """Write files at absolute paths, parents made, owned by the sandbox's user; replaces what is there, never follows a link out.
+
+        Raises:
+            SandboxContentError: it does not fit, or something in the sandbox is in the way.
+        """
         ...
 
     async def get(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
@@ -220,5 +229,3 @@ class SandboxBackend(Protocol):
         ...
 
     async def aclose(self) -> None: ...
-
-

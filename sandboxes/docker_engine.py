@@ -1,0 +1,76 @@
+"""The Docker engine behind deadlines: every call ends, and every failure is a SandboxError that says whose it is."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiodocker import Docker, DockerError
+
+from sandboxes.base import SandboxError
+
+DEFAULT_HOST = "unix:///var/run/docker.sock"
+
+
+class EngineError(SandboxError):
+    """The engine refused or failed a call. `status` is its HTTP status, 0 where there was no answer."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engine:
+    """One connection pool to one engine. `answer_s` bounds every call but pulls and the output of commands."""
+
+    def __init__(self, docker_host: str | None, *, answer_s: float) -> None:
+        self.host = docker_host or DEFAULT_HOST
+        self.answer_s = answer_s
+        self._docker: Docker | None = None
+        self._connector: aiohttp.BaseConnector | None = None
+
+    @property
+    def docker(self) -> Docker:
+        """The client; made at first use, since it belongs to the running loop."""
+        if self._docker is None:
+            url, self._connector = _connection(self.host)
+            self._docker = Docker(url=url, connector=self._connector)
+        return self._docker
+
+    async def aclose(self) -> None:
+        if self._docker is not None and self._connector is not None:
+            await self._docker.close()
+            await self._connector.close()
+            self._docker = self._connector = None
+
+    @asynccontextmanager
+    async def asked(self, what: str, *, within_s: float | None = None) -> AsyncIterator[Docker]:
+        """Run the body, which asks the engine for `what`, under a deadline.
+
+        Raises:
+            EngineError: it refused, failed or did not answer.
+        """
+        deadline = asyncio.timeout(self.answer_s if within_s is None else within_s)
+        try:
+            async with deadline:
+                yield self.docker
+        except DockerError as error:
+            if error.status >= 900:  # aiodocker's own code for no connection
+                raise EngineError(self._unreachable(str(error.message)), status=0) from error
+            raise EngineError(f"the engine could not {what}: {error.message}", status=error.status) from error
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.host} did not {what} within {self.answer_s:g} s", status=0) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(self._unreachable(str(error)), status=0) from error
+
+    def _unreachable(self, detail: str) -> str:
+        return f"the engine at {self.host} cannot be reached ({detail}): start dockerd, or name another one in ROLLWAY_DOCKER_HOST"
+
+
+def _connection(host: str) -> tuple[str, aiohttp.BaseConnector]:
+    """The base URL and the connections, without aiohttp's limit of 100: every running command holds one."""
+    if host.startswith("unix://"):
+        return "unix://localhost", aiohttp.UnixConnector(host.removeprefix("unix://"), limit=0)
+    if host.startswith(("tcp://", "http://")):
+        return host.replace("tcp://", "http://", 1), aiohttp.TCPConnector(limit=0)
+    raise SandboxError(f"docker host {host!r} is not supported: use unix:///path/to/docker.sock or tcp://host:port")

@@ -1,0 +1,79 @@
+"""Images: at most one pull in flight for each, whoever waits for it."""
+
+import asyncio
+import logging
+
+from sandboxes.base import SandboxSpecError, SandboxStartError
+from sandboxes.docker_engine import Engine, EngineError
+
+logger = logging.getLogger(__name__)
+
+PULL_S = 1800.0
+"""Budget of one pull; who waits for it has a budget of its own."""
+_PULL_TRIES = 3
+_BUSY_PAUSE_S = 3.0
+"""Registries that answer 429 ask for a few seconds; the engine does not hand their Retry-After on."""
+
+_UNKNOWN = ("not found", "manifest unknown", "pull access denied", "does not exist", "invalid reference format", "repository name must")
+
+
+class Images:
+    """The engine's images."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+
+    async def environment(self, image: str) -> dict[str, str] | None:
+        """The environment the image brings; None where the engine does not have the image."""
+        try:
+            async with self._engine.asked(f"inspect image {image}") as docker:
+                found = await docker.images.inspect(image)
+        except EngineError as error:
+            if error.status in (400, 404):
+                return None
+            raise
+        return dict(entry.partition("=")[::2] for entry in found["Config"]["Env"] or ())
+
+    async def ensure(self, image: str) -> dict[str, str]:
+        """The image's environment, after a pull where the engine does not have it.
+
+        Raises:
+            SandboxSpecError: no registry knows it.
+            SandboxStartError: the registry did not give it.
+        """
+        found = await self.environment(image)
+        if found is not None:
+            return found
+        if image not in self._pulls:
+            task = asyncio.create_task(self._pull(image))
+            self._pulls[image] = task
+            task.add_done_callback(lambda _: self._pulls.pop(image, None))
+        await asyncio.shield(self._pulls[image])
+        return await self.environment(image) or {}
+
+    async def aclose(self) -> None:
+        pulls = list(self._pulls.values())
+        for task in pulls:
+            task.cancel()
+        await asyncio.gather(*pulls, return_exceptions=True)
+
+    async def _pull(self, image: str) -> None:
+        for attempt in range(1, _PULL_TRIES + 1):
+            try:
+                logger.info("pulling %s", image)
+                async with self._engine.asked(f"pull {image}", within_s=PULL_S) as docker:
+                    await docker.images.pull(image)
+                return
+            except EngineError as error:
+                if error.status == 404 or any(words in str(error).lower() for words in _UNKNOWN):
+                    raise SandboxSpecError(_unknown(image, error)) from error
+                busy = error.status == 429 or "toomanyrequests" in str(error).lower()
+                if attempt == _PULL_TRIES or not busy:
+                    raise SandboxStartError(_unknown(image, error)) from error
+                await asyncio.sleep(_BUSY_PAUSE_S * attempt)
+
+
+def _unknown(image: str, error: EngineError) -> str:
+    cure = "make it with deploy/sandbox-image" if image.startswith("rollway-sandbox:") else f"`docker pull {image}` on the engine's machine"
+    return f"image {image!r} is not on the engine and could not be pulled ({error}); cure: {cure}"

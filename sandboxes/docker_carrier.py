@@ -72,7 +72,12 @@ class DockerCarrier:
     async def start(self, command: Command) -> Running:
         async with self._engine.asked(f"start a command in {self.id[:12]}"):
             made = await self._container().exec(
-                list(command.argv), stdin=command.stdin is not None, environment=dict(command.env), tty=False, user="0:0"
+                list(command.argv),
+                stdin=command.stdin is not None,
+                environment=dict(command.env),
+                tty=False,
+                user="0:0",
+                workdir="/",  # the container's own may have been removed by a command, and then nothing would start
             )
             return DockerRunning(self._engine, made, await _opened(made))
 

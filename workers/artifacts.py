@@ -10,13 +10,18 @@ import posixpath
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from sandboxes.base import Sandbox, SandboxError, SandboxTooLargeError
+from sandboxes.base import Sandbox, SandboxContentError, SandboxTooLargeError
 from workers.commands import COPY_S, within
 
 
-class ArtifactsTooLargeError(Exception):
-    """The model left more than the verifier accepts: reward 0, no fault of anyone else."""
+class ArtifactsError(Exception):
+    """What the model left cannot be copied: reward 0 with `reason`, no fault of anyone else."""
+
+    def __init__(self, reason: Literal["artifacts_too_large", "artifacts_unreadable"], message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +36,23 @@ async def collect(sandbox: Sandbox, paths: Sequence[str], *, max_bytes: int) -> 
     """Copy `paths` out of the agent's sandbox. Nothing of the agent may run any more.
 
     Raises:
-        ArtifactsTooLargeError: more than `max_bytes`, as an archive or unpacked.
+        ArtifactsError: more than `max_bytes`, as an archive or unpacked; or the agent broke what is needed to read them.
         SandboxError: the sandbox could not do its work.
     """
     try:
         archive = await within(COPY_S, sandbox.get(paths, max_bytes=max_bytes), what="copying the artifacts")
-    except SandboxTooLargeError as error:
-        raise ArtifactsTooLargeError(str(error)) from error
-    try:
         return await asyncio.to_thread(checked, archive, paths, max_bytes=max_bytes)
-    except tarfile.TarError as error:
-        raise SandboxError(f"sandbox {sandbox.id}: what came for the artifacts is no tar: {error}") from error
+    except SandboxTooLargeError as error:
+        raise ArtifactsError("artifacts_too_large", str(error)) from error
+    except (SandboxContentError, tarfile.TarError) as error:
+        raise ArtifactsError("artifacts_unreadable", str(error)) from error
 
 
 def checked(archive: bytes, paths: Sequence[str], *, max_bytes: int) -> Artifacts:
     """The members of `archive` that may be unpacked elsewhere, in their order.
 
     Raises:
-        ArtifactsTooLargeError: unpacked they are more than `max_bytes` (sparse files).
+        ArtifactsError: unpacked they are more than `max_bytes` (sparse files).
         tarfile.TarError: not a tar.
     """
     kept: set[str] = set()
@@ -66,7 +70,7 @@ def checked(archive: bytes, paths: Sequence[str], *, max_bytes: int) -> Artifact
                 continue
             size += member.size if member.isreg() else 0
             if size > max_bytes:
-                raise ArtifactsTooLargeError(f"unpacked they are more than {max_bytes} bytes")
+                raise ArtifactsError("artifacts_too_large", f"unpacked they are more than {max_bytes} bytes")
             kept.add(path)
             if member.issym():
                 links.add(path)

@@ -24,9 +24,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from sandboxes.base import Sandbox, SandboxLostError
+from sandboxes.base import Sandbox, SandboxContentError, SandboxLostError
+from service.errors import TaskFaultError
 from service.records import CommandVerifier, TaskSpec, UrlVerifier
-from workers.artifacts import Artifacts, ArtifactsTooLargeError, collect
+from workers.artifacts import Artifacts, ArtifactsError, collect
 from workers.commands import COPY_S, run_program, within
 from workers.reward_service import ask_service
 from workers.rewards import MAX_OUTPUT_BYTES, Verdict, judge
@@ -78,22 +79,33 @@ async def _verify_by_command(
 ) -> Verdict:
     if sandbox is not None:
         await within(COPY_S, sandbox.kill_all(), what="ending the agent's processes")
-        if verifier.sandbox == "same":
-            await _clear(sandbox, own_directories(task, verifier))
-            return await _score(task, verifier, sandbox, stdin=stdin)
     try:
+        if sandbox is not None and verifier.sandbox == "same":
+            return await _verify_in_place(task, verifier, sandbox, stdin=stdin)
         artifacts = await _collect(verifier, sandbox)
-    except ArtifactsTooLargeError as error:
-        detail = {"reason": "artifacts_too_large", "max_artifact_bytes": verifier.max_artifact_bytes, "message": str(error)[:500]}
-        return Verdict(0.0, detail)
-    async with open_fresh() as fresh:
-        if artifacts is not None:
-            await _clear(fresh, [path for path in verifier.artifacts if not _keeps_going(path)])
-            await within(COPY_S, fresh.put_tar(artifacts.archive), what="copying the artifacts")
-        verdict = await _score(task, verifier, fresh, stdin=stdin)
-    if artifacts is not None and artifacts.dropped:
-        verdict.detail["artifacts_dropped"] = artifacts.dropped
-    return verdict
+        async with open_fresh() as fresh:
+            return await _verify_in_fresh(task, verifier, fresh, artifacts, stdin=stdin)
+    except ArtifactsError as error:
+        return Verdict(0.0, {"reason": error.reason, "message": str(error)[:500]})
+
+
+async def _verify_in_place(task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox, *, stdin: bytes) -> Verdict:
+    await _clear(sandbox, own_directories(task, verifier))
+    return await _score(task, verifier, sandbox, stdin=stdin, touched=True)
+
+
+async def _verify_in_fresh(
+    task: TaskSpec, verifier: CommandVerifier, fresh: Sandbox, artifacts: Artifacts | None, *, stdin: bytes
+) -> Verdict:
+    if artifacts is None:
+        return await _score(task, verifier, fresh, stdin=stdin, touched=False)
+    await _clear(fresh, [path for path in verifier.artifacts if not _keeps_going(path)])
+    try:
+        await within(COPY_S, fresh.put_tar(artifacts.archive), what="copying the artifacts")
+    except SandboxContentError as error:
+        raise ArtifactsError("artifacts_too_large", str(error)) from error
+    verdict = await _score(task, verifier, fresh, stdin=stdin, touched=True)
+    return Verdict(verdict.reward, verdict.detail | ({"artifacts_dropped": artifacts.dropped} if artifacts.dropped else {}))
 
 
 async def _collect(verifier: CommandVerifier, sandbox: Sandbox | None) -> Artifacts | None:
@@ -109,10 +121,16 @@ async def _clear(sandbox: Sandbox, paths: Sequence[str]) -> None:
         await run_program(sandbox, argv, workdir="/", timeout_s=CLEAR_S, max_output_bytes=1024)
 
 
-async def _score(task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox, *, stdin: bytes) -> Verdict:
-    if verifier.files:
-        files = {path: text.encode() for path, text in verifier.files.items()}
-        await within(COPY_S, sandbox.put(files), what="writing the verifier's files")
+async def _score(task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox, *, stdin: bytes, touched: bool) -> Verdict:
+    """Write the verifier's files and run its command. `touched`: something of the agent's lies here and may be in the way."""
+    try:
+        if verifier.files:
+            files = {path: text.encode() for path, text in verifier.files.items()}
+            await within(COPY_S, sandbox.put(files), what="writing the verifier's files")
+    except SandboxContentError as error:
+        if touched:
+            return Verdict(0.0, {"reason": "verifier_files_refused", "message": str(error)[:500]})
+        raise TaskFaultError(f"the verifier's files cannot be written into a fresh sandbox: {error}") from error
     result = await run_program(
         sandbox,
         ["sh", "-c", _IN_WORKDIR, "sh", task.sandbox.workdir, verifier.command],

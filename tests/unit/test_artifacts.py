@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.artifacts import ArtifactsTooLargeError, checked, link_stays
+from workers.artifacts import ArtifactsError, checked, link_stays
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", data: bytes = b"", mode: int = 0o644) -> tuple[tarfile.TarInfo, bytes]:
@@ -71,7 +71,7 @@ def test_set_id_bits_are_taken_off_and_contents_kept() -> None:
 
 
 def test_too_much_is_refused_by_its_unpacked_size() -> None:
-    with pytest.raises(ArtifactsTooLargeError, match="9 bytes"):
+    with pytest.raises(ArtifactsError, match="9 bytes"):
         checked(archive(member("work/a", data=b"12345"), member("work/b", data=b"67890")), ["/work"], max_bytes=9)
 
 

@@ -40,6 +40,9 @@ class ToolRules:
         functions = [_object(tool.get("function")) for tool in tools]
         self._parameters = {str(function.get("name")): _object(function.get("parameters")) for function in functions}
 
+    def knows(self, name: str) -> bool:
+        return name in self._parameters
+
     def check(self, name: object, arguments: object, raw: str) -> ParsedCall:
         """The call as it may run, or with the first thing that is wrong with it."""
         if not isinstance(name, str) or not name:

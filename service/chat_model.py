@@ -101,8 +101,8 @@ class ChatModel:
             text = self.decode(token_ids)
             call = failed_call("truncated" if cut else "bad_json", f"the reply cannot be read ({type(error).__name__})", text)
             return Parsed(content="", reasoning=None, calls=(call,))
-        calls = tuple(_checked(call, rules) for call in reply.tool_calls)
-        return Parsed(content=reply.content, reasoning=reply.reasoning_content, calls=calls)
+        calls = [_checked(call, rules, cut=cut) for call in reply.tool_calls[:MAX_CALLS]]
+        return _parsed(reply.content, reply.reasoning_content, calls, rest=len(reply.tool_calls) > MAX_CALLS)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, control tokens shown; for people and for parsing only."""
@@ -110,10 +110,7 @@ class ChatModel:
 
     def _parse_hermes(self, token_ids: Sequence[int], rules: ToolRules, *, cut: bool) -> Parsed:
         reply = read_reply(self.decode(token_ids))
-        calls = [rules.check_block(block, cut=cut) for block in reply.blocks]
-        if reply.rest:
-            calls.append(failed_call("not_a_call", f"more than {MAX_CALLS} calls in one reply; the rest was not read", ""))
-        return Parsed(content=reply.content, reasoning=reply.reasoning, calls=tuple(calls))
+        return _parsed(reply.content, reply.reasoning, [rules.check_block(block, cut=cut) for block in reply.blocks], rest=reply.rest)
 
     def _until_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
         stop = next((index for index, token in enumerate(token_ids) if token in self.stop_token_ids), None)
@@ -148,12 +145,10 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else dict(call)
 
 
-def _checked(call: Any, rules: ToolRules) -> ParsedCall:
-    """A call that a renderer read, under the one rule for all."""
-    code = _CODES.get(str(call.status))
-    if code is None:
-        return rules.check(call.name, {} if call.arguments is None else call.arguments, call.raw)
-    return failed_call(code, f"the call is not well formed ({call.status})", call.raw, name=call.name or "")
+def _parsed(content: str, reasoning: str | None, calls: list[ParsedCall], *, rest: bool) -> Parsed:
+    if rest:
+        calls = [*calls, failed_call("not_a_call", f"more than {MAX_CALLS} calls in one reply; the rest was not read", "")]
+    return Parsed(content=content, reasoning=reasoning, calls=tuple(calls))
 
 
 _CODES = {
@@ -163,3 +158,14 @@ _CODES = {
     "malformed_structure": "not_a_call",
     "unknown_tool": "unknown_tool",
 }
+
+
+def _checked(call: Any, rules: ToolRules, *, cut: bool) -> ParsedCall:
+    """A call that a renderer read, under the one rule for all."""
+    code = _CODES.get(str(call.status))
+    named = isinstance(call.name, str) and call.name != ""
+    if code is None or (named and not rules.knows(call.name)):
+        return rules.check(call.name, {} if call.arguments is None else call.arguments, call.raw)
+    if code == "truncated" and not cut:
+        code = "bad_json"
+    return failed_call(code, f"the call is not well formed ({call.status})", call.raw, name=call.name if named else "")

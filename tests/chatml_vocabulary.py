@@ -1,6 +1,7 @@
 """A tiny ChatML vocabulary like SmolLM2's: byte-level BPE whose only added tokens are special; `<tool_call>` is plain text in it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -21,8 +22,8 @@ TEMPLATE = (
 )
 
 
-def make_tiny_chatml(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Write `tokenizer.json` and `tokenizer_config.json` into the new directory `folder`."""
+def make_tiny_chatml(folder: Path, *, template: str | None = TEMPLATE, added: Sequence[str] = ()) -> Path:
+    """Write `tokenizer.json` and `tokenizer_config.json` into the new directory `folder`. `added`: markers of other families."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,9 +32,10 @@ def make_tiny_chatml(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": "<file_sep>"}
     config |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -164,9 +164,9 @@ def show_config() -> None:
 
 def shown(value: object) -> str:
     """A value as people read it, secrets masked."""
+    if value is None or value in ([], {}):
+        return "-"
     match value:
-        case None | [] | {}:
-            return "-"
         case SecretStr():
             return "***"
         case dict():

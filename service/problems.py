@@ -194,5 +194,5 @@ def _sentence(details: ErrorDetails) -> str:
             return "is not a known field; remove it or check its spelling"
         case "recursion_loop":
             return "is nested too deeply"
-    message = details["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+    message = re.sub(r"^Value error, ([a-z_]+: )?", "", details["msg"]).replace("Input should", "should", 1)
     return message[0].lower() + message[1:]

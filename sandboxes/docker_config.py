@@ -24,7 +24,7 @@ def checked(spec: SandboxSpec, name: str) -> None:
     Raises:
         SandboxSpecError: with the field and the cure.
     """
-    if not _NAME.fullmatch(name):
+    if not valid_name(name):
         raise SandboxSpecError(f"name {name!r}: use letters, digits and _.-, at least two, beginning with a letter or digit")
     if spec.network == "host" or ":" in spec.network:
         raise SandboxSpecError(f"network {spec.network!r} would join the sandbox to something outside: use 'none' or 'bridge'")
@@ -32,6 +32,11 @@ def checked(spec: SandboxSpec, name: str) -> None:
         raise SandboxSpecError(f"workdir {spec.workdir!r} must be absolute")
     if spec.memory_mib < 16 or spec.pids < 4 or spec.cpus <= 0 or spec.disk_mib < 1:
         raise SandboxSpecError("limits are too small: memory_mib >= 16, pids >= 4, cpus > 0, disk_mib >= 1")
+
+
+def valid_name(name: str) -> bool:
+    """Whether the engine, and a file system, takes it as a name."""
+    return _NAME.fullmatch(name) is not None
 
 
 def labels(spec: SandboxSpec, *, name: str, deployment_id: str) -> dict[str, str]:

@@ -40,6 +40,9 @@ OpenFresh = Callable[[], AbstractAsyncContextManager[Sandbox]]
 _IN_WORKDIR = '[ -d "$1" ] || { rm -f "$1"; mkdir -p "$1"; }; cd "$1" && exec sh -c "$2"'
 """Elsewhere the command might find nothing to complain about."""
 
+_REMOVE = 'for path; do [ -L "$path" ] || chmod -R u+rwX "$path"; done; rm -rf -- "$@"'
+"""A root without capabilities obeys the modes that the agent gave."""
+
 CLEAR_S = 60.0
 """Removing what lies where copies are about to land."""
 
@@ -115,9 +118,9 @@ async def _collect(verifier: CommandVerifier, sandbox: Sandbox | None) -> Artifa
 
 
 async def _clear(sandbox: Sandbox, paths: Sequence[str]) -> None:
-    """Remove these paths, so that what follows is all there is. A mount point is emptied and stays, hence no look at the exit code."""
+    """Remove these paths, so that what follows is all there is. What cannot be removed (a mount point) is in the way or is not."""
     if paths:
-        argv = ["rm", "-rf", "--", *paths]
+        argv = ["sh", "-c", _REMOVE, "sh", *paths]
         await run_program(sandbox, argv, workdir="/", timeout_s=CLEAR_S, max_output_bytes=1024)
 
 

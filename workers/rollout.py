@@ -203,13 +203,17 @@ class Rollout:
             self._progress.apply(entry)
             self._unwritten.append(entry)
 
-    async def _flush(self, *, durable: bool = False) -> None:
-        """Make everything recorded durable. Waits while the store is away; the lease's end bounds the wait (we are cancelled)."""
+    async def _flush(self) -> None:
+        """Append everything recorded; waits while the store is away, until the lease's end cancels us.
+
+        Not even a sandbox's intent waits for the disk of Redis (up to a second each): its name follows from rollout and attempt, so what a
+        rollback of Redis forgets is still found by that name.
+        """
         pause = 0.05
         while self._unwritten:
             at_index = self._progress.length - len(self._unwritten)
             try:
-                await self._resources.leases.append(self._lease, self._unwritten, at_index=at_index, durable=durable)
+                await self._resources.leases.append(self._lease, self._unwritten, at_index=at_index)
             except UnavailableError as error:
                 logger.warning("journal of %s not written, trying again: %s", self._lease.rollout_id, error)
                 await asyncio.sleep(pause)
@@ -310,7 +314,7 @@ class Rollout:
             return
         if self._sandbox is None:
             await self._open_sandbox()
-        await self._flush(durable=True)
+        await self._flush()
         assert self._sandbox is not None
         left_s = max(1.0, self._task.limits.wall_s - self._progress.wall_s)
         try:
@@ -360,7 +364,7 @@ class Rollout:
     async def _open_sandbox(self) -> None:
         name = self._sandbox_name
         self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=name))
-        await self._flush(durable=True)
+        await self._flush()
         try:
             self._sandbox = await self._backend.create(self._spec(), name=name)
         except SandboxSpecError as error:
@@ -368,7 +372,7 @@ class Rollout:
         except SandboxError as error:
             raise RestartError(f"sandbox: {error}", retry=True) from error
         self._record(journal.SandboxOpened(at=time.time(), id=self._sandbox.id, seconds=self._sandbox.start_seconds))
-        await self._flush(durable=True)
+        await self._flush()
         metrics.sandbox_seconds.observe(self._sandbox.start_seconds)
 
     async def _attach(self, sandbox_id: str) -> None:

@@ -1,13 +1,14 @@
 """A generator that answers every /generate with one canned reply after a fixed delay: for benches, so that its own cost is small.
 
 usage: python tests/bench/canned_generator.py PORT REPLY_FILE DELAY_S
-REPLY_FILE holds a whole SGLang reply as JSON; the request's rid is put into it.
+REPLY_FILE holds a whole SGLang reply as JSON, in which RID and "PROMPT" stand for the request's rid and its number of prompt tokens.
 """
 
 import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
@@ -18,13 +19,12 @@ RID = re.compile(rb'"rid": ?"([^"]*)"')
 class Canned(asyncio.Protocol):
     """HTTP/1.1 with keep-alive, Content-Length bodies only."""
 
-    def __init__(self, head: bytes, tail: bytes, delay_s: float) -> None:
-        self._head, self._tail, self._delay_s = head, tail, delay_s
+    def __init__(self, reply: bytes, delay_s: float) -> None:
+        self._reply, self._delay_s = reply, delay_s
         self._buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its class
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -35,11 +35,15 @@ class Canned(asyncio.Protocol):
                 return
             request, self._buffer = self._buffer[: end + 4 + size], self._buffer[end + 4 + size :]
             if request.startswith(b"POST /generate"):
-                rid = RID.search(request, end)
-                body = self._head + (rid[1] if rid else b"x") + self._tail
+                body = self._filled(request, end)
             else:
                 body = b'{"weight_version":"0"}'
             asyncio.get_running_loop().call_later(self._delay_s if b"/generate" in request[:20] else 0, self._answer, body)
+
+    def _filled(self, request: bytes, head: int) -> bytes:
+        rid, ids = RID.search(request, head), request.find(b'"input_ids"', head)
+        prompt = request.count(b",", ids, request.find(b"]", ids)) + 1
+        return self._reply.replace(b"RID", rid[1] if rid else b"x", 1).replace(b'"PROMPT"', b"%d" % prompt, 1)
 
     def _answer(self, body: bytes) -> None:
         if not self._transport.is_closing():
@@ -47,8 +51,7 @@ class Canned(asyncio.Protocol):
 
 
 async def main(port: int, reply: bytes, delay_s: float) -> None:
-    head, tail = reply.split(b"RID", 1)
-    server = await asyncio.get_running_loop().create_server(lambda: Canned(head, tail, delay_s), "127.0.0.1", port, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(lambda: Canned(reply, delay_s), "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 

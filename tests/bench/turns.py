@@ -114,7 +114,7 @@ def canned_reply(tokenizer_dir: Path, path: Path) -> None:
     meta = {
         "id": "RID",
         "finish_reason": {"type": "stop", "matched": ids[-1]},
-        "prompt_tokens": 4000,
+        "prompt_tokens": "PROMPT",
         "completion_tokens": len(ids),
         "cached_tokens": 3900,
         "weight_version": "0",

@@ -26,7 +26,9 @@ def free_port() -> int:
 
 async def spawn(*arguments: str, env: dict[str, str], log: Path) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
-        return await asyncio.create_subprocess_exec(sys.executable, "-m", *arguments, env=os.environ | env, stdout=out, stderr=out)
+        return await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).parent / "rollway"), *arguments, env=os.environ | env, stdout=out, stderr=out
+        )
 
 
 async def end(process: asyncio.subprocess.Process, *, grace_s: float = 25.0) -> int:
@@ -133,7 +135,7 @@ async def ready(api: httpx.AsyncClient, path: str, *, wait_s: float = 40) -> Non
 async def stand_in(folder: Path, tokenizer: Path, port: int, env: dict[str, str], tokens_per_s: float) -> asyncio.subprocess.Process:
     pace = ["--tokens-per-s", str(tokens_per_s)] if tokens_per_s else []
     return await spawn(
-        "service.cli", "generator", "--tokenizer", str(tokenizer), "--policy", str(folder / "policy.json"), "--renderer", "qwen3",
+        "generator", "--tokenizer", str(tokenizer), "--policy", str(folder / "policy.json"), "--renderer", "qwen3",
         "--port", str(port), "--record", str(folder / "record.jsonl"), "--seed", "7", *pace,
         env=env, log=folder / "generator.log",
     )  # fmt: skip
@@ -170,7 +172,7 @@ async def running(
     env = environment(folder, tokenizer, port)
     generator = None if generator_url else await stand_in(folder, tokenizer, generator_port, env, tokens_per_s)
     generator_url = generator_url or f"http://127.0.0.1:{generator_port}"
-    serve = ("service.cli", "serve", "--host", "127.0.0.1", "--port", str(port), "--workers", str(workers))
+    serve = ("serve", "--host", "127.0.0.1", "--port", str(port), "--workers", str(workers))
     gateway = await spawn(*serve, env=env, log=folder / "gateway.log")
     url = f"http://127.0.0.1:{port}"
     headers = {"Authorization": f"Bearer {KEYS['alpha']}"}

@@ -5,9 +5,10 @@ batch. The first chunk is made before the answer begins: what can be refused is 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -38,6 +39,7 @@ class Member:
 
 
 Chunk = Sequence[tuple[GroupHead, Trajectory]]
+Item = TypeVar("Item")
 
 
 class Exporter:
@@ -48,7 +50,7 @@ class Exporter:
         self._leases = leases
         self._metrics = metrics
 
-    async def arrow(self, batch: BatchRecord) -> AsyncIterator[bytes]:
+    async def arrow(self, batch: BatchRecord) -> AsyncGenerator[bytes, None]:
         """An Arrow IPC stream; the last piece ends it."""
         schema = arrow.schema({name: str(value) for name, value in batch_head(batch).items()})
         pending = arrow.open_stream(schema)
@@ -57,7 +59,7 @@ class Exporter:
             pending = b""
         yield self._count("arrow", pending + arrow.END_OF_STREAM)
 
-    async def json(self, batch: BatchRecord) -> AsyncIterator[bytes]:
+    async def json(self, batch: BatchRecord) -> AsyncGenerator[bytes, None]:
         """The same as JSON text."""
         pending = orjson.dumps(batch_head(batch))[:-1] + b',"groups":['
         before: GroupHead | None = None
@@ -71,22 +73,38 @@ class Exporter:
         return data
 
     async def _chunks(self, batch: BatchRecord) -> AsyncIterator[Chunk]:
+        """Trajectories, a few at a time; the next journals are read while these are built and sent."""
+        async with aclosing(one_ahead(self._journals(batch))) as read:
+            async for members, journals in read:
+                chunk = await asyncio.to_thread(build_chunk, members, journals, leased_at=batch.leased_at)
+                self._metrics.exported_samples.inc(sum(len(trajectory.samples) for _, trajectory in chunk))
+                yield chunk
+
+    async def _journals(self, batch: BatchRecord) -> AsyncGenerator[tuple[list[Member], list[list[bytes]]], None]:
         members: list[Member] = []
         for group in batch.groups:
             head, metadata = group_head(group), (await self._groups.task(group.group_id)).metadata
-            for rollout in group.rollouts:
-                members.append(Member(group=head, rollout=rollout, metadata=metadata))
-                if len(members) == CHUNK_ROLLOUTS:
-                    yield await self._chunk(batch, members)
-                    members = []
-        if members:
-            yield await self._chunk(batch, members)
+            members += [Member(group=head, rollout=rollout, metadata=metadata) for rollout in group.rollouts]
+            while len(members) >= CHUNK_ROLLOUTS or (members and group is batch.groups[-1]):
+                some, members = members[:CHUNK_ROLLOUTS], members[CHUNK_ROLLOUTS:]
+                yield some, await self._leases.raw_journals([member.rollout.rollout_id for member in some])
 
-    async def _chunk(self, batch: BatchRecord, members: Sequence[Member]) -> Chunk:
-        journals = await self._leases.raw_journals([member.rollout.rollout_id for member in members])
-        chunk = await asyncio.to_thread(build_chunk, members, journals, leased_at=batch.leased_at)
-        self._metrics.exported_samples.inc(sum(len(trajectory.samples) for _, trajectory in chunk))
-        return chunk
+
+async def one_ahead(items: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """`items`, each fetched while the one before it is used."""
+
+    async def fetch() -> Item | None:
+        return await anext(items, None)
+
+    fetching = asyncio.create_task(fetch())
+    try:
+        while (item := await fetching) is not None:
+            fetching = asyncio.create_task(fetch())
+            yield item
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+        await items.aclose()
 
 
 def build_chunk(members: Sequence[Member], journals: Sequence[Sequence[bytes]], *, leased_at: float) -> Chunk:

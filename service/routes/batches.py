@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
@@ -91,9 +92,10 @@ async def export(gateway: Gateway, batch: BatchRecord, media_type: str) -> Respo
     first = await anext(pieces)
 
     async def stream() -> AsyncIterator[bytes]:
-        yield first
-        async for piece in pieces:
-            yield piece
+        async with aclosing(pieces):
+            yield first
+            async for piece in pieces:
+                yield piece
 
     return StreamingResponse(stream(), media_type=media_type)
 

@@ -66,8 +66,10 @@ class Chooser:
         self._seed = seed
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
-    def chance(self, prompt: bytes) -> random.Random:
-        """The randomness of this request: follows from the seed, the prompt, and how often the prompt was seen."""
+    def chance(self, prompt: bytes, *, greedy: bool) -> random.Random:
+        """The randomness of this request: follows from the seed, the prompt and, unless greedy, from how often the prompt was seen."""
+        if greedy:
+            return random.Random(f"{self._seed} greedy {prompt.hex()}")
         count = self._seen.pop(prompt, 0)
         self._seen[prompt] = count + 1
         if len(self._seen) > MAX_PROMPTS:

@@ -1,5 +1,6 @@
 """From a prompt of ids to the ids and log-probabilities that the stand-in will "sample": policy, template and cutter put together."""
 
+import hashlib
 import random
 from array import array
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,8 @@ class Sampler:
         """
         data = prompt.tobytes()
         reading = self._template.read(data)
-        chance = self._chooser.chance(data[-4096:] + len(data).to_bytes(8, "little"))
+        seen = hashlib.blake2b(data, digest_size=16).digest()
+        chance = self._chooser.chance(seen, greedy=sampling.get("temperature") == 0)
         begun = whole_text(self.decode(reading.begun)) if reading.begun else ""
         candidates = fitting(self._turns(reading.before), reading.turn, begun=begun, regex=sampling.get("regex"))
         if candidates:

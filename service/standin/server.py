@@ -41,7 +41,7 @@ class Generate:
         self._context_tokens = context_tokens
         self.record: BinaryIO | None = None
 
-    async def __call__(self, http: web.Request) -> web.Response:
+    async def answer(self, http: web.Request) -> web.Response:
         started = time.monotonic()
         request = checked_request(await http.read(), http.content_type)
         ids = prompt_of(request)
@@ -119,7 +119,7 @@ def create_standin(
     app = web.Application(middlewares=[error_bodies], client_max_size=MAX_BODY_BYTES)
     app.add_routes(control.routes())
     generate = Generate(engine, sampler, control, context_tokens=context_tokens)
-    app.add_routes([web.post("/generate", generate), web.put("/generate", generate)])
+    app.add_routes([web.post("/generate", generate.answer), web.put("/generate", generate.answer)])
 
     async def recording(app: web.Application) -> AsyncIterator[None]:
         with contextlib.ExitStack() as stack:

@@ -23,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from service import keys
 from service.embedded import EmbeddedValkey
 from service.errors import StoreRefusedError, UnavailableError
+from service.redis_connections import connection_pool
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -140,21 +141,21 @@ class Store:
         self._queued.set()
         return await future
 
-    async def _send_appends(self) -> None:
-        script = self._scripts["append"]
+    async def send_appends(self) -> None:
+        """Serve `append` until cancelled."""
         while True:
             await self._queued.wait()
             batch, self._queue = self._queue[:COMBINE], self._queue[COMBINE:]
             if not self._queue:
                 self._queued.clear()
             try:
-                await self._send(script, [(args, future) for args, future in batch if not future.done()])
+                await self._send([pair for pair in batch if not pair[1].done()])
             finally:
                 for _, future in batch:
-                    if not future.done():
-                        future.cancel()
+                    _settle(future, RedisConnectionError("the store was closed"))
 
-    async def _send(self, script: Script, batch: Sequence[tuple[list[Argument], "asyncio.Future[int]"]]) -> None:
+    async def _send(self, batch: Sequence[tuple[list[Argument], "asyncio.Future[int]"]]) -> None:
+        script = self._scripts["append"]
         replies: Sequence[Any]
         try:
             replies = await self._send_once(script, batch)
@@ -222,21 +223,15 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
             url = settings.redis_url.get_secret_value()
         else:
             url = (await stack.enter_async_context(EmbeddedValkey.open(settings.data_dir / "valkey"))).url
-        pool = redis.asyncio.ConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            socket_timeout=15.0,
-            socket_connect_timeout=5.0,
-            health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 3),
-        )
+        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 3)
+        pool = connection_pool(url, max_connections=MAX_CONNECTIONS, health_check_interval=30, retry=retry)
         client = redis.asyncio.Redis(connection_pool=pool)
         stack.push_async_callback(pool.disconnect)
         store = Store(client, url)
         with unavailable():
             await _check(store, lossy=settings.allow_lossy_redis)
             await store.load()
-        sender = asyncio.create_task(store._send_appends(), name="store-appends")
+        sender = asyncio.create_task(store.send_appends(), name="store-appends")
         try:
             yield store
         finally:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from service import openapi, problems
 from service.auth import Auth, AuthMiddleware, is_loopback
 from service.batches import Batches
+from service.bodies import Bodies
 from service.events import EventStreams
 from service.export import Exporter
 from service.gateway import Gateway
@@ -70,6 +71,7 @@ async def open_gateway(
         batches=Batches(store, retain_s=settings.retain_s),
         exporter=Exporter(record_groups, leases, metrics),
         idempotency=Idempotency(store, retain_s=settings.retain_s),
+        bodies=Bodies(max_bytes=settings.max_body_bytes),
         streams=EventStreams(limit=settings.max_event_streams, stopping=stopping, metrics=metrics),
         metrics=metrics,
         urls=UrlGuard(allowed=settings.allowed_urls, loopback=is_loopback(host)),

@@ -4,18 +4,25 @@ JSON is RFC 8259 and UTF-8: no NaN, no infinities, no lone surrogates; the last 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from service.errors import InvalidError, RequestError, TooLargeError, UnsupportedMediaError
+from service.errors import BusyError, InvalidError, RequestError, TooLargeError, UnsupportedMediaError
 from service.problems import invalid
 
 THREAD_BYTES = 256 * 1024
 """A body of this size takes some milliseconds to parse and validate; larger ones must not hold up the loop."""
+
+BUDGET_BODIES = 4
+"""Bodies of the largest size that fit at once; a parsed one takes several times its bytes."""
+
+READ_S = 120.0
+"""64 MiB at 5 Mbit/s; a client that is slower holds memory for too long."""
 
 MAX_DEPTH = 64
 """Levels of nesting; deeper ones serve nobody and break the encoders that the body meets later."""
@@ -24,27 +31,57 @@ BodyModel = TypeVar("BodyModel", bound=BaseModel)
 Result = TypeVar("Result")
 
 
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
-    """The whole body, refused as soon as it is known to be too large.
+class Bodies:
+    """The request bodies that a gateway holds: each at most `max_bytes`, all together at most `BUDGET_BODIES` times that."""
 
-    Raises:
-        TooLargeError: more than `max_bytes`, declared or sent.
-        UnsupportedMediaError: it says that it is something else than JSON.
-    """
-    too_large = TooLargeError(f"a body may have {max_bytes} bytes here; send the tasks in several requests")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise too_large
-        chunks.append(chunk)
-    if size and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMediaError("send the body as JSON with the header 'Content-Type: application/json'")
-    return b"".join(chunks)
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._budget = BUDGET_BODIES * max_bytes
+        self._held = 0
+
+    @asynccontextmanager
+    async def held(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body, counted while the block runs; refused as soon as it is known to be too much.
+
+        Raises:
+            TooLargeError: more than `max_bytes`, declared or sent.
+            BusyError: too much is held for others.
+            RequestError: it did not arrive within `READ_S`.
+            UnsupportedMediaError: it says that it is something else than JSON.
+        """
+        chunks: list[bytes] = []
+        size = 0
+        self._check(_declared(request))
+        try:
+            try:
+                async with asyncio.timeout(READ_S):
+                    async for chunk in request.stream():
+                        size += len(chunk)
+                        self._held += len(chunk)
+                        self._check(size)
+                        chunks.append(chunk)
+            except TimeoutError:
+                raise RequestError(f"the body did not arrive within {READ_S:.0f} s") from None
+            if size and _media_type(request) != "application/json":
+                raise UnsupportedMediaError("send the body as JSON with the header 'Content-Type: application/json'")
+            yield b"".join(chunks)
+        finally:
+            self._held -= size
+
+    def _check(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise TooLargeError(f"a body may have {self._max_bytes} bytes here; send the tasks in several requests")
+        if self._held > self._budget:
+            raise BusyError("too many large bodies are being read; send this one again later", retry_after_s=1)
+
+
+def _declared(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:

@@ -10,7 +10,7 @@ from fastapi import Depends, Header, Request
 from starlette.responses import Response
 
 from service.batches import Batches
-from service.bodies import read_body
+from service.bodies import Bodies
 from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.events import EventStreams
 from service.export import Exporter
@@ -37,6 +37,7 @@ class Gateway:
     batches: Batches
     exporter: Exporter
     idempotency: Idempotency
+    bodies: Bodies
     streams: EventStreams
     metrics: Metrics
     urls: UrlGuard
@@ -104,12 +105,12 @@ class Post:
         Raises:
             RequestError: the body cannot be read, or the key came before with another body.
         """
-        body = await read_body(self.request, max_bytes=self.gateway.settings.max_body_bytes)
-        if self.key is None:
-            return await act(body)
-        call = f"{self.request.method} {self.request.url.path}"
-        key = RequestKey.of(tenant=self.tenant, call=call, key=self.key, body=body)
-        return await self.gateway.idempotency.run(key, lambda: act(body), replay=replay)
+        async with self.gateway.bodies.held(self.request) as body:
+            if self.key is None:
+                return await act(body)
+            call = f"{self.request.method} {self.request.url.path}"
+            key = RequestKey.of(tenant=self.tenant, call=call, key=self.key, body=body)
+            return await self.gateway.idempotency.run(key, lambda: act(body), replay=replay)
 
 
 async def posted(request: Request, gateway: GatewayDep, tenant: Tenant, key: IdempotencyKey = None) -> Post:

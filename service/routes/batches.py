@@ -35,7 +35,7 @@ NOTHING_READY = {
     "/jobs/{job_id}/batches",
     summary="Lease ready groups",
     openapi_extra=takes(BatchBody),
-    responses={200: BATCH_BODY, 204: NOTHING_READY, **problem_responses(400, 404, 406, 409, 410, 413, 415)},
+    responses={200: BATCH_BODY, 204: NOTHING_READY, **problem_responses(400, 404, 406, 409, 410, 413, 415, 429)},
 )
 async def lease_batch(job_id: str, post: PostDep) -> Response:
     media_type = accepted(post.request)
@@ -117,7 +117,7 @@ async def get_batch(batch_id: str, request: Request, gateway: GatewayDep, tenant
     "/batches/{batch_id}/ack",
     summary="The trainer is done with it; again changes nothing",
     openapi_extra=takes(EmptyBody, required=False),
-    responses={200: {"model": BatchStateAnswer}, **problem_responses(400, 404, 409, 410, 413, 415)},
+    responses={200: {"model": BatchStateAnswer}, **problem_responses(400, 404, 409, 410, 413, 415, 429)},
 )
 async def ack_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
@@ -133,7 +133,7 @@ async def ack_batch(batch_id: str, post: PostDep) -> Response:
     "/batches/{batch_id}/release",
     summary="Hand it back; its groups come first again",
     openapi_extra=takes(EmptyBody, required=False),
-    responses={200: {"model": BatchStateAnswer}, **problem_responses(400, 404, 409, 410, 413, 415)},
+    responses={200: {"model": BatchStateAnswer}, **problem_responses(400, 404, 409, 410, 413, 415, 429)},
 )
 async def release_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
@@ -149,7 +149,7 @@ async def release_batch(batch_id: str, post: PostDep) -> Response:
     "/batches/{batch_id}/extend",
     summary="Renew its lease",
     openapi_extra=takes(ExtendBody, required=False),
-    responses={200: {"model": LeaseAnswer}, **problem_responses(400, 404, 409, 410, 413, 415)},
+    responses={200: {"model": LeaseAnswer}, **problem_responses(400, 404, 409, 410, 413, 415, 429)},
 )
 async def extend_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:

@@ -47,7 +47,7 @@ async def get_group(job_id: str, group_id: str, gateway: GatewayDep, tenant: Ten
     "/groups/{group_id}/cancel",
     summary="Cancel a group; again changes nothing",
     openapi_extra=takes(EmptyBody, required=False),
-    responses={200: {"model": GroupAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+    responses={200: {"model": GroupAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )
 async def cancel_group(group_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:

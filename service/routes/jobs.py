@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from service.bodies import parse_as, read_body, validated
+from service.bodies import parse_as, validated
 from service.chat import ChatModel, load_chat_model
 from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant, check_urls
@@ -37,7 +37,7 @@ async def check_generators(gateway: Gateway, specs: list[GeneratorSpec]) -> None
     status_code=201,
     summary="Create a job; the same name and spec again is the same job",
     openapi_extra=takes(JobSpec),
-    responses={201: {"model": JobAnswer}, 200: {"model": JobAnswer}, **problem_responses(400, 409, 413, 415)},
+    responses={201: {"model": JobAnswer}, 200: {"model": JobAnswer}, **problem_responses(400, 409, 413, 415, 429)},
 )
 async def create_job(post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
@@ -69,11 +69,12 @@ async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
     "/{job_id}",
     summary="Change budget, limits, generators; what is left out stays",
     openapi_extra=takes(JobPatch),
-    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )
 async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
     record = await gateway.job(job_id, tenant)
-    patch = parse_as(JobPatch, await read_body(request, max_bytes=gateway.settings.max_body_bytes))
+    async with gateway.bodies.held(request) as raw:
+        patch = parse_as(JobPatch, raw)
     await check_patch(gateway, record, patch)
     return answer(job_answer(await gateway.jobs.patch(job_id, patch), await gateway.jobs.counts(job_id)))
 
@@ -107,7 +108,7 @@ async def delete_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Respon
     "/{job_id}/preflight",
     summary="What would fail later, with the cure",
     openapi_extra=takes(EmptyBody, required=False),
-    responses={200: {"model": PreflightAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+    responses={200: {"model": PreflightAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )
 async def preflight(job_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
@@ -135,11 +136,12 @@ async def find(gateway: Gateway, spec: JobSpec) -> list[Finding]:
     "/{job_id}/policy",
     summary="The trainer has published weights",
     openapi_extra=takes(PolicyBody),
-    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 410, 413, 415)},
+    responses={200: {"model": JobAnswer}, **problem_responses(400, 404, 409, 410, 413, 415, 429)},
 )
 async def set_policy(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
     await gateway.job(job_id, tenant)
-    body = parse_as(PolicyBody, await read_body(request, max_bytes=gateway.settings.max_body_bytes))
+    async with gateway.bodies.held(request) as raw:
+        body = parse_as(PolicyBody, raw)
     for batch_id in body.ack:
         if job_of(batch_id) != job_id:
             raise NotFoundError(f"there is no batch {batch_id!r} in this job")

@@ -85,7 +85,7 @@ async def get_events(rollout_id: str, gateway: GatewayDep, tenant: Tenant, last_
     "/{rollout_id}/cancel",
     summary="Cancel a rollout and with it its group, whose rewards can no longer be compared",
     openapi_extra=takes(EmptyBody, required=False),
-    responses={200: {"model": RolloutAnswer}, **problem_responses(400, 404, 409, 413, 415)},
+    responses={200: {"model": RolloutAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )
 async def cancel_rollout(rollout_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:

@@ -26,14 +26,26 @@ _SPEC_FAULTS = ("executable file not found", "no such file or directory", "unkno
 
 
 class DockerBackend:
-    """A `SandboxBackend` over one engine. `max_starting` bounds the starts in flight, `answer_s` every answer of the engine."""
+    """A `SandboxBackend` over one engine.
+
+    `max_starting` bounds the starts in flight, `answer_s` every answer of the engine; `busy_pause_s` grows with every 429 of a
+    registry.
+    """
 
     name = "docker"
 
-    def __init__(self, *, deployment_id: str, docker_host: str | None = None, max_starting: int = 4, answer_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        *,
+        deployment_id: str,
+        docker_host: str | None = None,
+        max_starting: int = 4,
+        answer_s: float = 30.0,
+        busy_pause_s: float = 3.0,
+    ) -> None:
         self._deployment_id = deployment_id
         self._engine = Engine(docker_host, answer_s=answer_s)
-        self._images = Images(self._engine)
+        self._images = Images(self._engine, busy_pause_s=busy_pause_s)
         self._starting = asyncio.Semaphore(max_starting)
 
     async def __aenter__(self) -> "DockerBackend":
@@ -58,7 +70,10 @@ class DockerBackend:
             raise SandboxStartError(f"sandbox {name} did not start within {spec.start_s:g} s") from error
 
     async def _create(self, spec: SandboxSpec, name: str, began: float) -> Sandbox:
-        image_env = await self._images.ensure(spec.image)
+        try:
+            image_env = await self._images.ensure(spec.image)
+        except EngineError as error:
+            raise _start_error(name, error) from error
         config = docker_config.container(spec, name=name, deployment_id=self._deployment_id, image_env=image_env)
         started = False
         try:

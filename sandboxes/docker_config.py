@@ -42,9 +42,9 @@ def valid_name(name: str) -> bool:
 def labels(spec: SandboxSpec, *, name: str, deployment_id: str) -> dict[str, str]:
     """Ours, and the caller's under `rollway.`."""
     return {
+        **{LABEL_PREFIX + key: value for key, value in spec.labels.items()},
         OWNER_LABEL: deployment_id,
         NAME_LABEL: name,
-        **{LABEL_PREFIX + key: value for key, value in spec.labels.items()},
     }
 
 

@@ -11,16 +11,14 @@ logger = logging.getLogger(__name__)
 PULL_S = 1800.0
 """Budget of one pull; who waits for it has a budget of its own."""
 _PULL_TRIES = 3
-_BUSY_PAUSE_S = 3.0
-"""Registries that answer 429 ask for a few seconds; the engine does not hand their Retry-After on."""
-
 _UNKNOWN = ("not found", "manifest unknown", "pull access denied", "does not exist", "invalid reference format", "repository name must")
 
 
 class Images:
-    """The engine's images."""
+    """The engine's images. `busy_pause_s` is waited after a 429, longer each time: the engine does not hand Retry-After on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, busy_pause_s: float = 3.0) -> None:
+        self._busy_pause_s = busy_pause_s
         self._engine = engine
         self._pulls: dict[str, asyncio.Task[None]] = {}
 
@@ -71,7 +69,7 @@ class Images:
                 busy = error.status == 429 or "toomanyrequests" in str(error).lower()
                 if attempt == _PULL_TRIES or not busy:
                     raise SandboxStartError(_unknown(image, error)) from error
-                await asyncio.sleep(_BUSY_PAUSE_S * attempt)
+                await asyncio.sleep(self._busy_pause_s * attempt)
 
 
 def _unknown(image: str, error: EngineError) -> str:

@@ -16,10 +16,11 @@ NO_OUTPUT = "[no output]"
 _MARKER = re.compile(re.escape(MARKER).replace(re.escape("{omitted}"), r"(\d{1,18})").encode())
 
 
-def command_text(result: ExecResult, *, timeout_s: float, max_bytes: int) -> str:
+def command_text(result: ExecResult, *, timeout_s: float, max_bytes: int, after_timeout: str = "") -> str:
     """The observation of a command that ran.
 
-    At most `max_bytes` bytes of output and marker, then the status lines. `timeout_s` is what the command was allowed.
+    At most `max_bytes` bytes of output and marker, then the status lines. `timeout_s` is what the command was allowed;
+    `after_timeout` is said in addition when it took longer.
     """
     stdout, stderr = valid_utf8(result.stdout), valid_utf8(result.stderr)
     cut = result.truncated or len(stdout) + len(stderr) > max_bytes
@@ -27,6 +28,8 @@ def command_text(result: ExecResult, *, timeout_s: float, max_bytes: int) -> str
     stderr = cut_middle(stderr, max_bytes=max_bytes - len(stdout))
     output = [stream.decode() for stream in (stdout, stderr) if stream]
     lines = _status(result, timeout_s=timeout_s, cut_to=max_bytes if cut else None)
+    if result.timed_out and after_timeout:
+        lines.append(f"[{after_timeout}]")
     return _on_own_lines([*output, *lines]) or NO_OUTPUT
 
 

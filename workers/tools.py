@@ -148,7 +148,7 @@ async def _bash(sandbox: Sandbox, task: TaskSpec, command: str, *, timeout_s: fl
     if len(command.encode()) > MAX_COMMAND_BYTES:
         return _Answer(f"Error: not run, the command is longer than {MAX_COMMAND_BYTES} bytes; write long text to a file.", failed=True)
     result = await run_shell(sandbox, command, timeout_s=timeout_s, max_output_bytes=task.limits.tool_output_bytes)
-    return _shown(result, task, timeout_s=timeout_s)
+    return _shown(result, task, timeout_s=timeout_s, after_timeout="the next command gets a new shell")
 
 
 async def _custom(sandbox: Sandbox, task: TaskSpec, tool: CustomTool, arguments: str, *, timeout_s: float) -> _Answer:
@@ -170,6 +170,6 @@ async def _edit(sandbox: Sandbox, task: TaskSpec, edit: Edit, *, timeout_s: floa
         return _Answer(f"Error: {error}.", failed=True)
 
 
-def _shown(result: ExecResult, task: TaskSpec, *, timeout_s: float) -> _Answer:
-    text = command_text(result, timeout_s=timeout_s, max_bytes=task.limits.tool_output_bytes)
+def _shown(result: ExecResult, task: TaskSpec, *, timeout_s: float, after_timeout: str = "") -> _Answer:
+    text = command_text(result, timeout_s=timeout_s, max_bytes=task.limits.tool_output_bytes, after_timeout=after_timeout)
     return _Answer(text, failed=result.exit_code != 0 or result.oom_killed)

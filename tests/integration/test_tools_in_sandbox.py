@@ -104,7 +104,7 @@ async def test_a_long_log_keeps_its_tail_case_022(sandbox: Sandbox) -> None:
 
 async def test_a_timeout_keeps_what_came_and_ends_the_rest_case_027(sandbox: Sandbox) -> None:
     observed = await call(sandbox, "bash", 1.0, command="echo one; sh -c 'sleep 977 & sleep 978'; echo never")
-    assert observed.text == "one\n[timed out after 1 s; everything it started was ended]"
+    assert observed.text == "one\n[timed out after 1 s; everything it started was ended]\n[the next command gets a new shell]"
     assert observed.failed
     assert await bash(sandbox, "pgrep -f 'sleep 97[78]' | wc -l") == "0\n"
 

@@ -48,6 +48,8 @@ LINK, HARD, DIRECTORY = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
         pytest.param([member("work/l", LINK, "../verify/solution.py")], [], id="relative-link-out"),
         pytest.param([member("work", LINK, "/verify")], [], id="the-artifact-itself-is-a-link"),
         pytest.param([member("work/d/l", LINK, "../a"), member("work/m", LINK, "/work/a")], ["work/d/l", "work/m"], id="links-inside"),
+        pytest.param([member("work/venv/bin/python", LINK, "/usr/bin/python3")], ["work/venv/bin/python"], id="link-to-an-interpreter"),
+        pytest.param([member("work/l", LINK, "/proc/self/root/verify/solution.py")], [], id="link-through-proc"),
         pytest.param([member("work/d/l", LINK, "/work"), member("work/m", LINK, "d/l/../verify/x")], ["work/d/l"], id="dots-after-a-link"),
         pytest.param([member("work/l", LINK, "d"), member("work/l/x")], ["work/l"], id="below-a-link"),
         pytest.param([member("work/l", LINK, "d"), member("work/l", data=b"x")], ["work/l"], id="twice"),

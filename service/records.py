@@ -205,7 +205,11 @@ BuiltinTool = Literal["bash", "edit_file", "submit"]
 
 
 class CommandVerifier(Wire):
-    """A command that scores what the rollout left behind. `fresh` runs it in a new sandbox that gets the `artifacts` only."""
+    """A command that scores what the rollout left behind. `fresh` runs it in a new sandbox that gets the `artifacts` only.
+
+    It is run by `sh -c` in the task's workdir; its stdin is `{"answer": ...}`, the text of `submit` or of the last reply. With `number`
+    and `json` it must exit 0. In the `same` sandbox, directories that hold nothing of the task but `files` are emptied first.
+    """
 
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
     command: Annotated[Text, Field(min_length=1, max_length=65_536), AfterValidator(_no_nul)]

@@ -1,7 +1,8 @@
 """What goes from the agent's sandbox to the verifier's: files and directories, and nothing that could point elsewhere.
 
 The archive comes out of a sandbox that the model owned, so every member is checked: it lies under an asked-for path, it is a file, a
-directory or a link that stays among the artifacts or leads to the system's programs. Whatever else there is (devices, links to the verifier's own files) is left behind.
+directory or a link that stays among the artifacts or leads to the system's programs. Whatever else there is (devices, links to the
+verifier's own files) is left behind.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ from typing import Literal
 
 from sandboxes.base import Sandbox, SandboxContentError, SandboxTooLargeError
 from workers.commands import COPY_S, within
-
 
 _PROGRAMS = ("/bin", "/lib", "/lib64", "/sbin", "/usr")
 """A link may lead here too: to the interpreter of a virtual environment. No verifier keeps its files here."""

@@ -95,15 +95,23 @@ async def running(name: str, argv: Sequence[str], *, env: Mapping[str, str], log
         await child.stop()
 
 
-async def output_of(argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> str:
+async def output_of(argv: Sequence[str], *, env: Mapping[str, str], log: Path, timeout_s: float = 120.0) -> str:
     """Run `argv` to its end and return its stdout.
 
     Raises:
-        ChildError: it ended with another status than 0.
+        ChildError: it ended with another status than 0, or was killed after `timeout_s`.
     """
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, stderr=errors, env=dict(env))
-    stdout, _ = await process.communicate()
+    try:
+        async with asyncio.timeout(timeout_s):
+            stdout, _ = await process.communicate()
+    except TimeoutError:
+        raise ChildError(f"{argv[0]} {argv[-1]} did not end within {timeout_s:.0f} s; its log is {log}") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode:
         raise ChildError(f"{argv[0]} {argv[-1]} ended with status {process.returncode}; its log is {log}")
     return stdout.decode()

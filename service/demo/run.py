@@ -24,7 +24,7 @@ from service.demo.options import DemoOptions
 from service.demo.processes import Child, ChildError, free_port, output_of, rollway_argv, running
 from service.demo.report import Findings, build_report
 from service.demo.table import live_line, live_table, print_report
-from service.demo.trainer import Progress, train
+from service.demo.trainer import Progress, StalledError, train
 from service.demo.workload import BUDGET, Workload, workload
 from service.settings import Settings
 from service.tokenizers import make_qwen3
@@ -64,7 +64,7 @@ def run_demo(options: DemoOptions) -> int:
     errors = Console(stderr=True)
     try:
         return asyncio.run(_interruptible(options))
-    except (ChildError, GatewayError, httpx.HTTPError, ValueError) as error:
+    except (ChildError, GatewayError, StalledError, httpx.HTTPError, ValueError) as error:
         errors.print(f"[red]demo failed:[/red] {error}", highlight=False)
         return FAILED
     except asyncio.CancelledError:

@@ -15,6 +15,12 @@ logger = logging.getLogger(__name__)
 
 TRAIN_S = 0.3
 """What a step takes here."""
+STALL_S = 240.0
+"""A demo that gets nothing for so long will get nothing any more, and must end by itself."""
+
+
+class StalledError(Exception):
+    """Nothing became ready for STALL_S seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,7 @@ async def train(gateway: Gateway, job_id: str, *, groups_per_step: int, generato
 
     Raises:
         GatewayError: the service refused a call.
+        StalledError: nothing became ready any more.
     """
     started = time.monotonic()
     async with httpx.AsyncClient(base_url=generator_url, timeout=60.0) as generator:
@@ -54,6 +61,8 @@ async def train(gateway: Gateway, job_id: str, *, groups_per_step: int, generato
                     if batch is not None:
                         await _step(gateway, generator, job_id, batch, progress)
                         progress.seconds = time.monotonic() - started
+                    elif time.monotonic() - started > progress.seconds + STALL_S:
+                        raise StalledError(f"no batch for {STALL_S:.0f} s; see the gateway's log")
             except Drained:
                 logger.info("drained after %d steps", progress.steps)
 

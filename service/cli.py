@@ -15,7 +15,13 @@ from rich.table import Table
 from service.errors import RollwayError
 from service.settings import Settings
 
-main = typer.Typer(name="rollway", no_args_is_help=True, add_completion=False, help="Durable, trainer-neutral rollouts for RL with tools.")
+main = typer.Typer(
+    name="rollway",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # they cut what a bug report needs
+    help="Durable, trainer-neutral rollouts for RL with tools.",
+)
 tasks = typer.Typer(no_args_is_help=True, help="Make tasks from public benchmarks.")
 config = typer.Typer(no_args_is_help=True, help="Settings.")
 tokenizer = typer.Typer(no_args_is_help=True, help="Make tokenizer directories without a model hub.")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import aiohttp
@@ -10,7 +11,7 @@ from fastapi import Depends, Header, Request
 from starlette.responses import Response
 
 from service.batches import Batches
-from service.bodies import Bodies
+from service.bodies import Bodies, off_loop
 from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.events import EventStreams
 from service.export import Exporter
@@ -109,7 +110,8 @@ class Post:
             if self.key is None:
                 return await act(body)
             call = f"{self.request.method} {self.request.url.path}"
-            key = RequestKey.of(tenant=self.tenant, call=call, key=self.key, body=body)
+            make_key = partial(RequestKey.of, tenant=self.tenant, call=call, key=self.key, body=body)
+            key = await off_loop(len(body), make_key)
             return await self.gateway.idempotency.run(key, lambda: act(body), replay=replay)
 
 

@@ -18,7 +18,10 @@ router = APIRouter(prefix="/v1", tags=["groups"])
 
 State = Annotated[GroupState | None, Query(description="only groups in this state")]
 After = Annotated[str | None, Query(pattern=r"^j[0-9a-f]{16}-g[1-9][0-9]{0,14}$", description="the last group id of the page before")]
-Limit = Annotated[int, Query(ge=1, le=1000)]
+Limit = Annotated[int, Query(ge=1, le=1000, description="groups a page; fewer where groups are large")]
+
+MAX_PAGE_ROLLOUTS = 4000
+"""Members in one page: their records are read and written on the loop."""
 
 
 @router.get(
@@ -29,9 +32,10 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 async def list_groups(
     job_id: str, gateway: GatewayDep, tenant: Tenant, state: State = None, after: After = None, limit: Limit = 100
 ) -> Response:
-    await gateway.job(job_id, tenant)
-    records = await gateway.groups.list(job_id, state=state, after=after, limit=limit)
-    last = records[-1].group_id if len(records) == limit else None
+    job = await gateway.job(job_id, tenant)
+    most = max(1, min(limit, MAX_PAGE_ROLLOUTS // job.spec.group_size))
+    records = await gateway.groups.list(job_id, state=state, after=after, limit=most)
+    last = records[-1].group_id if len(records) == most else None
     return answer(GroupsAnswer(groups=[group_answer(record) for record in records], next=last))
 
 

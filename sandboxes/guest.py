@@ -37,7 +37,9 @@ _PACK = """
 cd / || exit 1
 for path; do shift; [[ -e $path || -L $path ]] && set -- "$@" "${path#/}"; done
 (($#)) || { tar --create --file=- --files-from=/dev/null; exit; }
-tar --create --file=- --format=posix --numeric-owner -- "$@"
+tar --create --file=- --format=posix --numeric-owner --ignore-failed-read -- "$@"
+code=$?
+exit $((code == 1 ? 0 : code)) # 1: a file changed while it was read
 """
 
 

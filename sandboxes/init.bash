@@ -8,7 +8,7 @@
 #   oom                -> processes killed for memory so far
 #   kill TAG AGE_S     -> kills the processes whose environment carries TAG, their children, and orphans younger than AGE_S seconds
 #                         that shed their environment; ok when none is left
-#   kill_all           -> kills everything but this process
+#   kill_all           -> kills everything but this process; ok when all are dead
 LC_ALL=C
 trap '' HUP INT QUIT TERM USR1 USR2 PIPE ALRM TSTP TTIN TTOU XCPU XFSZ VTALRM IO PWR
 
@@ -74,6 +74,20 @@ kill_tag() {
     kill -KILL -1
 }
 
+kill_all() {
+    local round path state parent birth alive
+    for ((round = 0; round < 1000; round++)); do
+        kill -KILL -1
+        alive=0
+        for path in /proc/[0-9]*; do
+            [[ $path == /proc/1 ]] && continue
+            { read_stat "${path#/proc/}"; } 2>/dev/null || continue
+            [[ $state == [ZX] ]] || alive=1
+        done
+        ((alive)) || return
+    done
+}
+
 while IFS=' ' read -r verb nonce tag age; do
     answer=ok
     [[ -s $session_file ]] || printf '%s' "$session" 2>/dev/null >"$session_file"
@@ -81,7 +95,7 @@ while IFS=' ' read -r verb nonce tag age; do
     ping) ;;
     oom) oom_kills ;;
     kill) kill_tag "$tag" "$age" ;;
-    kill_all) kill -KILL -1 ;;
+    kill_all) kill_all ;;
     *) answer=unknown ;;
     esac 2>/dev/null
     printf '%s %s\n' "$nonce" "$answer"

@@ -108,7 +108,7 @@ class ProcessBackend:
             raise SandboxStartError(f"sandbox {name} did not start: {error} {process_box.last_words(directory)}") from error
         finally:
             if not started:
-                await to_the_end(discard(directory, name, process_box.first_process(directory)))
+                await to_the_end(discard(directory, box.key, process_box.first_process(directory)))
 
     async def _claimed(self, box: Box) -> Path:
         """The directory of the name, empty and ours."""
@@ -119,7 +119,7 @@ class ProcessBackend:
             found = process_box.read_box(directory)
             if found is not None and found.labels != box.labels:
                 raise SandboxStartError(f"the name {box.name} is taken by a sandbox of another owner: it is left alone") from None
-            await to_the_end(discard(directory, box.name, process_box.first_process(directory)))
+            await to_the_end(discard(directory, box.key, process_box.first_process(directory)))
             directory.mkdir(parents=True)
         box.write(directory)
         return directory
@@ -128,7 +128,7 @@ class ProcessBackend:
         (directory / "root").mkdir()
         for pipe in ("in", "out"):
             os.mkfifo(directory / pipe, 0o600)
-        groups = cgroups.create(box.name, spec)
+        groups = cgroups.create(box.key, spec)
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", JOIN, "sh", ":".join(str(path) for path in groups.procs),
             "setsid", "--fork", "unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork",

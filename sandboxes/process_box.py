@@ -35,8 +35,13 @@ class Box:
         return f"{self.name}@{self.nonce}"
 
     @property
+    def key(self) -> str:
+        """Its name on this machine, whose control groups all deployments share."""
+        return f"{self.deployment_id}--{self.name}"
+
+    @property
     def uid(self) -> int:
-        return _FIRST_UID + zlib.crc32(self.name.encode()) % _UIDS
+        return _FIRST_UID + zlib.crc32(self.key.encode()) % _UIDS
 
     def write(self, directory: Path) -> None:
         (directory / "box.json").write_text(json.dumps(asdict(self)))

@@ -110,7 +110,7 @@ class ProcessCarrier:
 
     async def start(self, command: Command) -> Running:
         pid = self._alive_pid()
-        groups = ":".join(str(path) for path in cgroups.existing(self._box.name).procs)
+        groups = ":".join(str(path) for path in cgroups.existing(self._box.key).procs)
         inside = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--", *command.argv]
         enter = ["nsenter", f"--target={pid}", "--user", "--mount", "--pid", "--ipc", "--uts", "--net"]
         limits = ["prlimit", "--core=0", f"--fsize={self._box.disk_mib * _MIB}", "--"]
@@ -147,7 +147,7 @@ class ProcessCarrier:
             return
         pid = process_box.first_process(self._directory)
         (self._directory / "box.json").unlink(missing_ok=True)  # from here on it is nobody's lost sandbox
-        await discard(self._directory, self._box.name, pid)
+        await discard(self._directory, self._box.key, pid)
 
     def _alive_pid(self) -> int:
         pid = process_box.first_process(self._directory)
@@ -203,7 +203,7 @@ class ProcessCarrier:
             os.close(writing)
 
 
-async def discard(directory: Path, name: str, pid: int | None) -> None:
+async def discard(directory: Path, key: str, pid: int | None) -> None:
     """Kill `pid` and remove what a sandbox, or a failed start, left on disk and in control groups."""
     if pid is not None:
         try:
@@ -213,5 +213,5 @@ async def discard(directory: Path, name: str, pid: int | None) -> None:
         until = time.monotonic() + _DIE_S
         while process_box.exists(pid) and time.monotonic() < until:  # noqa: ASYNC110  the kernel tells nobody but its parent
             await asyncio.sleep(_PAUSE_S)
-    await cgroups.existing(name).remove()
+    await cgroups.existing(key).remove()
     await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

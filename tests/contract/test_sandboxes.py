@@ -383,6 +383,12 @@ async def test_get_keeps_links_and_has_a_bound(live: Sandbox) -> None:
     assert await count(live, "^tar ") == 0
 
 
+async def test_get_leaves_out_what_cannot_be_read(live: Sandbox) -> None:
+    await bash(live, "mkdir -p /tmp/h; echo 1 > /tmp/h/closed; chmod 000 /tmp/h/closed; echo 2 > /tmp/h/open")
+    with tarfile.open(fileobj=io.BytesIO(await live.get(["/tmp/h"], max_bytes=100_000))) as tar:
+        assert "tmp/h/open" in tar.getnames()
+
+
 async def test_put_tar_keeps_inside_its_paths(live: Sandbox) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:

@@ -175,9 +175,9 @@ class GeneratorPool:
     ) -> Generation:
         """Sample up to `max_new_tokens` from `ids`.
 
-        version, lineage: the job's now; taken where an engine's label names none. timeout_s: for one try. retry_s: how long the call may
-        be without any well generator. finish `length` with fewer tokens than asked: the context or the KV pool is exhausted; `abort`:
-        someone stopped it at the engine, the tokens so far are good.
+        version, lineage: the job's now; taken where an engine's label names none. timeout_s: for one try. retry_s: for failing tries after
+        the first and the pauses between them, and for waiting while no generator is well. finish `length` with fewer tokens than asked:
+        the context or the KV pool is exhausted; `abort`: someone stopped it at the engine, the tokens so far are good.
         """
         prompt = self._checked_ids(ids)
         params = sampling_params(sampling, max_new_tokens=max_new_tokens, stop_token_ids=self._stop_token_ids)

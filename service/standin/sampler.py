@@ -78,7 +78,8 @@ class Sampler:
         return self._policy.turns(self._cutter.decode_once(array("i", before).tolist()))
 
     def _stopped(self, ids: Sequence[int], sampling: Mapping[str, Any], chance: random.Random) -> Plan:
-        stops = {*(sampling.get("stop_token_ids") or ()), self._template.end_id}
+        heard = () if sampling.get("ignore_eos") else sampling.get("stop_token_ids") or ()
+        stops = {*heard, self._template.end_id}
         end = next((index + 1 for index, token in enumerate(ids) if token in stops), 0)
         stopped_by: int | str | None = ids[end - 1] if end else None
         kept = list(ids[: end or MAX_TOKENS])

@@ -129,7 +129,9 @@ async def test_no_tokens_asked_is_one_empty_span(server: Server) -> None:
 async def test_a_stop_token_ends_the_output_and_is_part_of_it(server: Server) -> None:
     _, first = await server.generate(8, temperature=0)
     stop = first["output_ids"][3]
-    _, reply = await server.generate(8, temperature=0, stop_token_ids=[stop])
+    _, deaf = await server.generate(8, temperature=0, stop_token_ids=[stop])
+    assert len(deaf["output_ids"]) == 8  # ignore_eos is deaf to all stop tokens
+    _, reply = await server.generate(8, temperature=0, stop_token_ids=[stop], ignore_eos=False)
     assert reply["output_ids"][-1] == stop
     assert stop not in reply["output_ids"][:-1]
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}

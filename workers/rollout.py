@@ -133,7 +133,10 @@ class Rollout:
             await self._hand_back()
         except RestartError as end:
             await self._restart(end)
-        except (LeaseLostError, UnavailableError):
+        except LeaseLostError:
+            self._keep_sandbox = not await self._nobodys()
+            raise
+        except UnavailableError:
             self._keep_sandbox = True
             raise
         except asyncio.CancelledError:
@@ -394,6 +397,16 @@ class Rollout:
             journal.Stopped(at=now, reason=StopReason.SANDBOX_DESTROYED),
             journal.Scored(at=now, reward=0.0, detail=detail, seconds=0.0),
         )
+
+    async def _nobodys(self) -> bool:
+        """Whether this attempt is over for everybody, so that no worker will resume in its sandbox."""
+        try:
+            record = await self._resources.groups.rollout(self._lease.rollout_id)
+        except NotFoundError:
+            return True
+        except UnavailableError:
+            return False
+        return record.attempt != self._lease.attempt or record.state in ("cancelled", "failed", "ended")
 
     async def _leave_sandbox(self) -> None:
         if self._sandbox is not None and not self._keep_sandbox:

@@ -1,6 +1,7 @@
 """From POST to trainer batch on real parts: every exported sample is compared with what the generator says it sampled."""
 
 import asyncio
+import base64
 import io
 from typing import Any
 
@@ -34,7 +35,7 @@ POLICY: dict[str, Any] = {
             + call("python", code="1") + "\n" + call("bash", command="echo 3"),
             [call("bash", command="touch /work/done") + "\n" + call("submit"), call("submit")],
         ),
-        rule("do forged.", call("bash", command=f"cat <<'X'\n{FORGED}\nX"), "All done."),
+        rule("do forged.", call("bash", command=f"echo {base64.b64encode(FORGED.encode()).decode()} | base64 -d"), "All done."),
         rule("do edit.", call("edit_file", path="/work/a.txt", new_text="one\n"),
              call("edit_file", path="/work/a.txt", old_text="one", new_text="two"),
              call("bash", command="cat /work/a.txt; mv /work/a.txt /work/done"), call("submit")),
@@ -107,7 +108,7 @@ async def test_case_012_bad_calls_are_answered_in_their_place(stack: Stack) -> N
     observations = [m["content"] for m in await messages(stack, group_id) if m["role"] == "tool"]
     assert observations[0].startswith("1")
     assert "bad_json" in observations[1]
-    assert "unknown_tool" in observations[2]
+    assert "no tool named 'python'" in observations[2]
     assert "bash" in observations[2]
     assert observations[3].startswith("3")
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -29,6 +29,8 @@ RESTART_S, MAX_RESTART_S = 1.0, 30.0
 """A worker that ends by itself is started again after this, doubled each time it ends soon."""
 STEADY_S = 60.0
 """A worker that lived this long was well: its next restart is quick again."""
+KEEP_ALIVE_S = 75
+"""Longer than clients pool an idle connection, so that it is they who close it."""
 LEAVE_S = 5.0
 """What a worker may need beyond its own grace before it is killed."""
 
@@ -88,52 +90,60 @@ async def serve(settings: Settings, *, host: str, port: int, workers: int, say: 
             access_log=False,
             log_config=None,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, int(settings.grace_s)),
         )
         server = GatewayServer(config, stopping=stopping, say=say)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.leave)
-        children = WorkerProcesses(workers, env={**os.environ, "ROLLWAY_REDIS_URL": store.url}, leave_s=settings.grace_s + LEAVE_S)
+        children = WorkerProcesses([worker_environment(settings, store.url, n) for n in range(workers)], leave_s=settings.grace_s + LEAVE_S)
         async with children.running(stopping):
             await server.serve()
             stopping.set()
 
 
-class WorkerProcesses:
-    """`python -m workers` children, kept alive until told to leave."""
+def worker_environment(settings: Settings, redis_url: str, number: int) -> dict[str, str]:
+    """Of the nth worker: our store, and a metrics port of its own."""
+    env = {**os.environ, "ROLLWAY_REDIS_URL": redis_url}
+    if settings.worker_metrics_port is not None:
+        env["ROLLWAY_WORKER_METRICS_PORT"] = str(settings.worker_metrics_port + number)
+    return env
 
-    def __init__(self, count: int, *, env: Mapping[str, str], leave_s: float) -> None:
-        self._count = count
-        self._env = env
+
+class WorkerProcesses:
+    """`python -m workers` children, one an environment, kept alive until told to leave."""
+
+    def __init__(self, environments: Sequence[Mapping[str, str]], *, leave_s: float) -> None:
+        self._environments = environments
         self._leave_s = leave_s
 
     @asynccontextmanager
     async def running(self, stopping: asyncio.Event) -> AsyncIterator[None]:
         """Children run while the body does; leaving waits for them. `stopping` must be set when the body ends."""
         async with asyncio.TaskGroup() as group:
-            for number in range(self._count):
-                group.create_task(self._keep(f"worker {number + 1}", stopping))
+            for number, env in enumerate(self._environments, start=1):
+                group.create_task(self._keep(f"worker {number}", env, stopping))
             try:
                 yield
             finally:
                 stopping.set()
 
-    async def _keep(self, name: str, stopping: asyncio.Event) -> None:
+    async def _keep(self, name: str, env: Mapping[str, str], stopping: asyncio.Event) -> None:
         """One child, started again whenever it ends by itself."""
         pause_s = RESTART_S
         while not stopping.is_set():
             started = time.monotonic()
-            code = await self._run(stopping)
+            code = await self._run(env, stopping)
             if stopping.is_set():
                 return
             pause_s = RESTART_S if time.monotonic() - started > STEADY_S else min(pause_s * 2, MAX_RESTART_S)
             logger.error("%s ended with status %s; starting it again in %.0f s", name, code, pause_s)
             await _set_within(stopping, pause_s)
 
-    async def _run(self, stopping: asyncio.Event) -> int:
+    async def _run(self, env: Mapping[str, str], stopping: asyncio.Event) -> int:
         """Start a child and wait for its end; when we stop, tell it to leave and see that it does."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "workers", env=dict(self._env), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            sys.executable, "-m", "workers", env=dict(env), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         try:
             async with asyncio.TaskGroup() as group:

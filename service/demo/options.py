@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-GROUPS = 40
+GROUPS = 24
 """Groups with the stand-in generator: a good number of tasks, and well under three minutes on two cores."""
 SGLANG_GROUPS = 4
 """A 135M model on a CPU makes about 60 tokens a second."""

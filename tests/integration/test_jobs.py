@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from service.batches import NothingReady
 from service.errors import ConflictError, GoneError, InvalidError, LeaseLostError, NotFoundError
 from service.records import GroupState, JobPatch
 from tests.store_stack import Stack, group_ids, job_spec, store_at
@@ -86,7 +87,7 @@ async def test_rollback_ends_live_batches_and_clears_charges(stack: Stack) -> No
     with pytest.raises(GoneError):
         await stack.batches.ack(live.batch_id)
     # the dead lineage's tokens are stale even under pace: the tasks run again
-    assert not (await stack.lease(2)).drained  # type: ignore[union-attr]
+    assert await stack.lease(2) == NothingReady(drained=False)
     assert [await stack.state(group) for group in ids] == [GroupState.ACKED] * 2 + [GroupState.QUEUED] * 2
     leases = await stack.take()
     assert [(lease.attempt, lease.lineage) for lease in leases] == [(2, 1)] * 4

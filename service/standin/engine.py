@@ -155,7 +155,8 @@ class Engine:
     def resume(self) -> None:
         self.paused = self._frozen = False
         for running in self.running.values():
-            self._start(running)
+            if running.since is None:
+                self._start(running)
             running.changed.set()
         self._admit()
 

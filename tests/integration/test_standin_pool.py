@@ -117,6 +117,15 @@ async def test_weights_loaded_in_place_with_a_flush_are_changed_all_the_same(tmp
         assert [span.version for span in (await task).spans] == [0, 1]
 
 
+async def test_continuing_what_is_not_paused_changes_nothing(tmp_path: Path) -> None:
+    async with standin(tmp_path, tokens_per_s=50.0) as url, pool_over(tmp_path, url) as pool:
+        task = asyncio.create_task(Asker(tmp_path, pool).ask())
+        await asyncio.sleep(0.3)
+        assert await call(url, "/continue_generation") == 200
+        assert await call(url, "/abort_request", abort_all=True) == 200
+        assert len((await task).token_ids) >= 10
+
+
 async def test_an_id_outside_the_vocabulary_gets_no_answer_and_is_counted(tmp_path: Path) -> None:
     async with standin(tmp_path) as url, aiohttp.ClientSession() as http:
         for ids in ([1, 10**6], [-1], [2**40]):

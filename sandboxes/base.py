@@ -131,7 +131,9 @@ class Sandbox(Protocol):
         """Run `argv` to its end. stdin is at end-of-file unless given.
 
         With `session`, `argv` is `["bash", "-c", script]` and the script runs in the bash of that name, whose directory, variables,
-        functions and background jobs last between calls; a session that ended (exit, time-out) starts anew at the next call.
+        functions, aliases, options and traps last between calls. Background processes keep running, though `jobs`, `wait` and open
+        file descriptors belong to one call. A session that ended (exit, exec, set -e) starts anew at the next call; so does one that
+        ran out of time, and all of its processes are dead by then.
         Without one, everything the command started is dead when this returns with `timed_out`. Cancelling kills the command's
         processes before the cancellation leaves.
 

@@ -1,6 +1,7 @@
 """The docker backend against an engine that is slow, busy or broken in ways a real one cannot be asked to be."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -125,3 +126,25 @@ async def test_removal_is_tried_again(tmp_path: Path) -> None:
     async with backend_for(engine, tmp_path) as backend:
         assert await backend.sweep(keep=frozenset(), older_than_s=0) == 1
     assert engine.removals == 3, "case-035"
+
+
+async def test_an_engine_that_is_away() -> None:
+    async with DockerBackend(deployment_id=DEPLOYMENT, docker_host="unix:///nowhere/docker.sock") as backend:
+        with pytest.raises(SandboxError, match="ROLLWAY_DOCKER_HOST"):
+            await backend.ping()
+        with pytest.raises(SandboxStartError):
+            await backend.create(SandboxSpec(image="i"), name="n1")
+
+
+async def test_a_silent_engine(tmp_path: Path) -> None:
+    """case-029: an engine that takes requests and never answers."""
+    held: list[asyncio.StreamWriter] = []
+    path = tmp_path / "silent.sock"
+    async with await asyncio.start_unix_server(lambda _, writer: held.append(writer), path=path):
+        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=f"unix://{path}", answer_s=1.0) as backend:
+            began = time.monotonic()
+            with pytest.raises(SandboxError, match="within 1 s"):
+                await backend.attach("x")
+            assert time.monotonic() - began < 8
+        for writer in held:
+            writer.close()

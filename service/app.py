@@ -76,5 +76,4 @@ async def open_gateway(
         metrics=metrics,
         urls=UrlGuard(allowed=settings.allowed_urls, loopback=is_loopback(host)),
         http=await stack.enter_async_context(open_session()),
-        stopping=stopping,
     )

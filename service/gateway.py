@@ -1,6 +1,5 @@
 """What the routes share: the resources of one gateway, who owns an id, and how a POST is answered once."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,8 +42,6 @@ class Gateway:
     metrics: Metrics
     urls: UrlGuard
     http: aiohttp.ClientSession
-    stopping: asyncio.Event
-    """Set when the server leaves: event streams and long polls end at once."""
 
     async def job(self, job_id: str, tenant: str) -> JobRecord:
         """The tenant's job.

@@ -10,6 +10,7 @@ from aiodocker.execs import Exec
 from aiodocker.stream import Stream
 
 from sandboxes import guest
+from sandboxes.base import SandboxLostError
 from sandboxes.carrier import Health, Running
 from sandboxes.docker_engine import Engine, EngineError
 from sandboxes.guest import Command
@@ -17,6 +18,9 @@ from sandboxes.guest import Command
 _WRITE_BYTES = 65_536
 _REMOVE_TRIES = 6
 _REMOVE_PAUSE_S = 0.5
+_NO_SHELL = ("executable file not found", "no such file or directory", "permission denied", "exec format error")
+_NO_ROOM = "esource temporarily unavailable"
+"""In the runtime's own words, when it could not start a command."""
 _FROM_OUTSIDE = frozenset({0, 137, 143, 255})
 """Exit codes of a first process that was stopped from outside; its own commands cannot signal it."""
 
@@ -28,10 +32,12 @@ class DockerRunning:
         self._engine = engine
         self._exec = exec_
         self._stream = stream
+        self._head = b""
 
     async def output(self) -> AsyncGenerator[tuple[int, bytes], None]:
         try:
             while message := await self._stream.read_out():
+                self._head = self._head or message.data[:500]
                 yield message.stream, message.data
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"the output of a command broke off: {error}", status=0) from error
@@ -53,7 +59,24 @@ class DockerRunning:
     async def exit_code(self) -> int | None:
         async with self._engine.asked("inspect a command"):
             found = await self._exec.inspect()
-        return None if found["Running"] else found["ExitCode"]
+        if found["Running"]:
+            return None
+        if found["Pid"] == 0:
+            self._refuse_unstarted()
+        return int(found["ExitCode"])
+
+    def _refuse_unstarted(self) -> None:
+        """No process came to be: the exit code and the text are the runtime's. A full process table is the command's own business.
+
+        Raises:
+            SandboxLostError: the shell that starts every command is gone, by the sandbox's own doing.
+            EngineError: the runtime failed.
+        """
+        text = self._head.decode(errors="replace").strip()
+        if any(words in text for words in _NO_SHELL):
+            raise SandboxLostError(f"nothing can be started any more: {text}", by_command=True)
+        if _NO_ROOM not in text:
+            raise EngineError(f"the runtime could not start a command: {text or 'no reason given'}", status=0)
 
     async def close(self) -> None:
         await self._stream.close()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from sandboxes.base import SandboxError, SandboxSpec, SandboxSpecError, SandboxStartError
+from sandboxes.base import SandboxError, SandboxLostError, SandboxSpec, SandboxSpecError, SandboxStartError
 from sandboxes.docker import DockerBackend
+from tests.sandbox_backends import bash, make, named, spec
 
 DEPLOYMENT = "fake"
 
@@ -148,3 +149,17 @@ async def test_a_silent_engine(tmp_path: Path) -> None:
             assert time.monotonic() - began < 8
         for writer in held:
             writer.close()
+
+
+@pytest.mark.docker
+async def test_a_sandbox_whose_shell_is_gone_is_lost_by_its_command(tmp_path: Path) -> None:
+    """The runtime's own failure text is no command's output."""
+    async with make("docker", tmp_path) as backend:
+        sandbox = await backend.create(spec(), name=named())
+        try:
+            await bash(sandbox, "rm -f /bin/bash /usr/bin/bash")
+            with pytest.raises(SandboxLostError, match="bash") as caught:
+                await bash(sandbox, "echo still here")
+            assert caught.value.by_command
+        finally:
+            await sandbox.destroy()

@@ -52,8 +52,9 @@ class Gate(RuleBasedStateMachine):
         budget=st.sampled_from([0, 0, 1, 2]),
         policy=st.sampled_from(["requeue", "drop", "pace"]),
         zero_variance=st.sampled_from(["keep", "drop"]),
+        size=st.sampled_from([1, 2]),
     )
-    def start(self, budget: int, policy: str, zero_variance: str) -> None:
+    def start(self, budget: int, policy: str, zero_variance: str, size: int) -> None:
         self.budget, self.policy = budget, policy
         self.held: list[Lease] = []
         self.batches: list[BatchRecord] = []
@@ -64,7 +65,7 @@ class Gate(RuleBasedStateMachine):
         self.do(opened.redis.flushall())
         self.stack = Stack(opened, max_attempts=2)
         fields = {"staleness_budget": budget, "stale_policy": policy, "zero_variance": zero_variance, "max_requeues": 1}
-        self.do(self.stack.open_job(**fields))
+        self.do(self.stack.open_job(group_size=size, **fields))
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):
@@ -101,6 +102,12 @@ class Gate(RuleBasedStateMachine):
     def finish(self, pick: int, reward: float, age: int) -> None:
         fields = {"version": max(0, self.version - age), "lineage": self.lineage, "reward": reward}
         self.work(pick, lambda lease: self.stack.leases.finish(lease, ended(**fields)))
+
+    @rule()
+    def a_good_worker_runs_all_it_can(self) -> None:
+        for number, lease in enumerate(self.do(self.stack.take())):
+            self.fences[lease.rollout_id] = int(lease.fence)
+            self.do(self.stack.leases.finish(lease, ended(version=self.version, lineage=self.lineage, reward=float(number))))
 
     @precondition(lambda self: self.held)
     @rule(pick=picks)

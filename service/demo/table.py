@@ -50,7 +50,7 @@ def _rows(report: Report) -> dict[str, str]:
         "rewards": f"mean {report.reward_mean:.2f}, {report.groups_with_variance:.0%} of groups vary",
         "samples": f"{report.samples} in {report.seconds:.1f} s: {report.samples_per_s:.2f}/s",
         "sampled tokens": f"{report.tokens}: {report.tokens_per_s:.0f}/s",
-        "tokens compared": f"{report.tokens_compared} with the generator's record",
+        "tokens compared": f"{report.tokens_compared} with the generator's record" if report.tokens_compared else "none: no record",
         "trainer steps": str(report.steps),
         "staleness": f"mean {report.staleness.mean:.2f}, p95 {report.staleness.p95:.0f}, max {report.staleness.max:.0f}, "
         f"budget {report.staleness_budget}",

@@ -13,9 +13,9 @@ REGEX = (
     r'<tool_call>\n\{"name": "bash", "arguments": \{"command": "'
     r"(cat solution\.py|ls -la|python3 solution\.py && echo fine|echo '    return (None|True|False|0|\[\])' >> solution\.py)"
     r'"\}\}\n</tool_call>'
-    r'|<tool_call>\n\{"name": "submit", "arguments": \{\}\}\n</tool_call>'
+    r'(\n<tool_call>\n\{"name": "submit", "arguments": \{\}\}\n</tool_call>)?'
 )
-"""What a 135M model may say: it samples every token, the grammar keeps its calls well-formed."""
+"""What a 135M model may say: a command, and after it `submit` if it likes. It samples every token, the grammar keeps its calls well-formed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def _standin(options: DemoOptions, tokenizer: Path) -> Workload:
 
 def _sglang(options: DemoOptions, tokenizer: Path) -> Workload:
     groups = options.groups or SGLANG_GROUPS
-    limits = {"turns": 4, "tokens": 256, "turn_tokens": 64, "wall_s": 600.0, "tool_s": 15.0, "tool_output_bytes": 512}
+    limits = {"turns": 4, "tokens": 640, "turn_tokens": 160, "wall_s": 600.0, "tool_s": 15.0, "tool_output_bytes": 512}
     job = {
         "name": "demo",
         "model": {"tokenizer": str(tokenizer), "renderer": "chatml", "context_tokens": 2048},

@@ -15,7 +15,7 @@ REGEX = (
     r'"\}\}\n</tool_call>'
     r'(\n<tool_call>\n\{"name": "submit", "arguments": \{\}\}\n</tool_call>)?'
 )
-"""What a 135M model may say: a command, and after it `submit` if it likes. It samples every token, the grammar keeps its calls well-formed."""
+"""What a 135M model may say: a command, and then `submit` if it likes. It samples each token, the grammar keeps its calls well-formed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class Sandbox(Protocol):
 
     @property
     def start_seconds(self) -> float:
-        """Wall time from the call of `create` to readiness; 0.0 after `attach`."""
+        """Wall time from the first request to the backend to readiness, the wait for a place to start left out; 0.0 after `attach`."""
         ...
 
     async def exec(

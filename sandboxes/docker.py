@@ -61,10 +61,10 @@ class DockerBackend:
 
     async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
         docker_config.checked(spec, name)
-        began, deadline = time.monotonic(), asyncio.timeout(spec.start_s)
+        deadline = asyncio.timeout(spec.start_s)
         try:
             async with deadline, self._starting:
-                return await self._create(spec, name, began)
+                return await self._create(spec, name, time.monotonic())
         except TimeoutError as error:
             if not deadline.expired():
                 raise

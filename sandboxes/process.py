@@ -70,10 +70,10 @@ class ProcessBackend:
 
     async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
         _checked(spec, name)
-        began, deadline = time.monotonic(), asyncio.timeout(spec.start_s)
+        deadline = asyncio.timeout(spec.start_s)
         try:
             async with deadline, self._starting:
-                return await self._create(spec, name, began)
+                return await self._create(spec, name, time.monotonic())
         except TimeoutError as error:
             if not deadline.expired():
                 raise

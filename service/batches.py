@@ -48,7 +48,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingReady:
-    """Fewer groups than asked are ready. drained: and nothing is queued, running, ready or leased."""
+    """Fewer groups than asked are ready. drained: and nothing is queued, running or leased; what is ready is too few."""
 
     drained: bool
 

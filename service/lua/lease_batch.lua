@@ -1,7 +1,7 @@
 -- Leases n ready groups to the trainer, or none; first turns away those that may not train.
 -- KEYS 18..: the journals of the groups named in ARGV 6.., group_size each.
 -- ARGV: n, allow_fewer ('1'), lease_s, trains_version or '', request key, then groups whose journals were passed.
--- Reply: ok {batch_id, batch}; none {drained}; above {limit}; behind {version}; acked: the key's batch is done;
+-- Reply: ok {batch_id, batch}; none {drained: nothing is left to come but what is ready}; above {limit}; behind {version}; acked: the key's batch is done;
 --   journals {groups}: call again with the journals of these, which are to be turned away.
 -- What always holds: a group is in one live batch; none is delivered stale; the same key gets the same live batch.
 local job = read_job()
@@ -47,7 +47,7 @@ for _, item in ipairs(unfit) do
   unlink_journals(first + 1, first + item.g.size)
 end
 if #fresh == 0 or #fresh < n and not fewer then
-  local left = call('ZCARD', BACKLOG) + call('ZCARD', READY) + counted('running') + counted('leased')
+  local left = call('ZCARD', BACKLOG) + counted('running') + counted('leased')
   return reply('none', { drained = left == 0 })
 end
 

@@ -179,7 +179,7 @@ async def running(
     try:
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as api:
             await ready(api, f"{generator_url}/ready")
-            await ready(api, "/readyz")
+            await ready(api, "/readyz" if workers else "/healthz")
             record = folder / "record.jsonl"
             yield Stack(folder, env, url, generator_url, record, tokenizer, api, gateway, generator, renderer)
     finally:

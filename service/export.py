@@ -5,9 +5,10 @@ batch. The first chunk is made before the answer begins: what can be refused is 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -54,31 +55,35 @@ class Exporter:
         """An Arrow IPC stream; the last piece ends it."""
         schema = arrow.schema({name: str(value) for name, value in batch_head(batch).items()})
         pending = arrow.open_stream(schema)
-        async for chunk in self._chunks(batch):
-            yield self._count("arrow", pending + await asyncio.to_thread(arrow_chunk, chunk, schema))
+        async for data in self._encoded(batch, partial(arrow_chunk, schema=schema)):
+            yield self._count("arrow", pending + data)
             pending = b""
         yield self._count("arrow", pending + arrow.END_OF_STREAM)
 
     async def json(self, batch: BatchRecord) -> AsyncGenerator[bytes, None]:
         """The same as JSON text."""
         pending = orjson.dumps(batch_head(batch))[:-1] + b',"groups":['
-        before: GroupHead | None = None
-        async for chunk in self._chunks(batch):
-            yield self._count("json", pending + await asyncio.to_thread(json_chunk, chunk, before))
-            before, pending = chunk[-1][0], b""
-        yield self._count("json", pending + (b"]}]}" if before else b"]}"))
+        form = JsonGroups()
+        async for data in self._encoded(batch, form.chunk):
+            yield self._count("json", pending + data)
+            pending = b""
+        yield self._count("json", pending + form.end())
 
     def _count(self, form: str, data: bytes) -> bytes:
         self._metrics.exported_bytes.labels(form).inc(len(data))
         return data
 
-    async def _chunks(self, batch: BatchRecord) -> AsyncIterator[Chunk]:
-        """Trajectories, a few at a time; the next journals are read while these are built and sent."""
+    async def _encoded(self, batch: BatchRecord, encode: Callable[[Chunk], bytes]) -> AsyncIterator[bytes]:
+        """A few trajectories at a time, built and encoded in one visit to a thread; the next journals are read meanwhile."""
+
+        def work(members: Sequence[Member], journals: Sequence[Sequence[bytes]]) -> bytes:
+            chunk = build_chunk(members, journals, leased_at=batch.leased_at)
+            self._metrics.exported_samples.inc(sum(len(trajectory.samples) for _, trajectory in chunk))
+            return encode(chunk)
+
         async with aclosing(one_ahead(self._journals(batch))) as read:
             async for members, journals in read:
-                chunk = await asyncio.to_thread(build_chunk, members, journals, leased_at=batch.leased_at)
-                self._metrics.exported_samples.inc(sum(len(trajectory.samples) for _, trajectory in chunk))
-                yield chunk
+                yield await asyncio.to_thread(work, members, journals)
 
     async def _journals(self, batch: BatchRecord) -> AsyncGenerator[tuple[list[Member], list[list[bytes]]], None]:
         members: list[Member] = []
@@ -155,17 +160,25 @@ def arrow_chunk(chunk: Chunk, schema: Any) -> bytes:
     return arrow.record_batch([row for head, trajectory in chunk for row in arrow.rows_of(head, trajectory)], schema)
 
 
-def json_chunk(chunk: Chunk, before: GroupHead | None) -> bytes:
-    """Trajectories as they stand in `groups`, each group opened at its first one; `before`: the group that is still open."""
-    parts: list[bytes] = []
-    for head, trajectory in chunk:
-        if head != before:
-            parts += [b"]}," if before else b"", orjson.dumps(asdict(head))[:-1], b',"trajectories":[']
-        else:
-            parts.append(b",")
-        parts.append(orjson.dumps(trajectory_object(trajectory), option=orjson.OPT_SERIALIZE_NUMPY))
-        before = head
-    return b"".join(parts)
+class JsonGroups:
+    """Trajectories as they stand in `groups`: a group is opened at its first one and closed at the next group's."""
+
+    def __init__(self) -> None:
+        self._open: GroupHead | None = None
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        parts: list[bytes] = []
+        for head, trajectory in chunk:
+            if head != self._open:
+                parts += [b"]}," if self._open else b"", orjson.dumps(asdict(head))[:-1], b',"trajectories":[']
+                self._open = head
+            else:
+                parts.append(b",")
+            parts.append(orjson.dumps(trajectory_object(trajectory), option=orjson.OPT_SERIALIZE_NUMPY))
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        return b"]}]}" if self._open else b"]}"
 
 
 def trajectory_object(trajectory: Trajectory) -> dict[str, Any]:

@@ -134,8 +134,9 @@ class Leases:
         """The undecoded journals of rollouts of one job, in one round trip."""
         with unavailable():
             pipeline = self._store.redis.pipeline(transaction=False)
-            for rollout in rollout_ids:
-                pipeline.lrange(keys.JobKeys(keys.job_of(rollout)).journal(rollout), 0, -1)
+            job = keys.JobKeys(keys.job_of(rollout_ids[0])) if rollout_ids else None
+            for rollout in rollout_ids if job else ():
+                pipeline.lrange(job.journal(rollout), 0, -1)
             journals: list[list[bytes]] = await pipeline.execute()
         return journals
 

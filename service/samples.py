@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from service.errors import MisalignedTokensError
-from service.journal import AnyEntry, Extended, Generated, Opened, Progress, Prompted
+from service.journal import AnyEntry, Extended, Generated, Observed, Opened, Prompted, Replied, SandboxOpened, Scored, Stopped
 from service.records import Outcome, Sample, Timing, Trajectory
 
 ID_BYTES = LOGPROB_BYTES = 4
@@ -55,32 +55,56 @@ def build_trajectory(
         MisalignedTokensError: as `build_samples`.
     """
     journal = list(entries)
-    end = Progress(journal)
-    scored = end.scored
-    timing = Timing(
-        queued_s=end.queued_s,
-        sandbox_s=end.seconds["sandbox"],
-        generate_s=end.seconds["generate"],
-        tool_s=end.seconds["tool"],
-        verify_s=end.seconds["verify"],
-        ready_s=ready_s,
-    )
+    end = _Summary(journal)
     return Trajectory(
         rollout_id=rollout_id,
         index=index,
         attempt=end.attempt,
         outcome=Outcome(outcome),
-        stop_reason=end.stop.reason if end.stop else "",
-        reward=scored.reward if scored else None,
-        reward_detail=orjson.loads(scored.detail) if scored and scored.detail else {},
+        stop_reason=end.stop_reason,
+        reward=end.reward,
+        reward_detail=orjson.loads(end.detail),
         samples=build_samples(journal),
         turns=end.turns,
         tool_calls=end.tool_calls,
-        timing=timing,
-        oldest_version=-1 if end.oldest_version is None else end.oldest_version,
-        newest_version=-1 if end.newest_version is None else end.newest_version,
+        timing=Timing(**end.seconds, ready_s=ready_s),
+        oldest_version=min(end.versions, default=-1),
+        newest_version=max(end.versions, default=-1),
         metadata=metadata or {},
     )
+
+
+class _Summary:
+    """What a trajectory says beside its samples. `Progress` knows it too, but keeps ids and messages, which would double the work."""
+
+    def __init__(self, entries: Iterable[AnyEntry]) -> None:
+        self.attempt, self.turns, self.tool_calls = 1, 0, 0
+        self.stop_reason, self.detail = "", "{}"
+        self.reward: float | None = None
+        self.versions: set[int] = set()
+        self.seconds = {"queued_s": 0.0, "sandbox_s": 0.0, "generate_s": 0.0, "tool_s": 0.0, "verify_s": 0.0}
+        for entry in entries:
+            self._add(entry)
+
+    def _add(self, entry: AnyEntry) -> None:
+        match entry:
+            case Generated(seconds=seconds, spans=spans):
+                self.seconds["generate_s"] += seconds
+                self.versions.update(version for version, _, start, end in spans if end > start and not entry.discarded)
+            case Replied(calls=calls):
+                self.turns += 1
+                self.tool_calls += len(calls)
+            case Observed(seconds=seconds):
+                self.seconds["tool_s"] += seconds
+            case SandboxOpened(seconds=seconds):
+                self.seconds["sandbox_s"] += seconds
+            case Opened(attempt=attempt, queued_s=queued_s):
+                self.attempt, self.seconds["queued_s"] = attempt, queued_s
+            case Stopped(reason=reason):
+                self.stop_reason = reason
+            case Scored(reward=reward, detail=detail, seconds=seconds):
+                self.reward, self.detail = reward, detail or "{}"
+                self.seconds["verify_s"] += seconds
 
 
 class _Draft:

@@ -41,6 +41,8 @@ from service.tokenizers import make_qwen3
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker
 
+FIRST_TOKENS = 2700
+"""Above the length of every first prompt here, below that of every second."""
 HERE = Path(__file__).parent
 OUTPUT = ("    total += weights[index] * values[index]  # accumulate\n" * 40)[:1100].encode()
 
@@ -136,7 +138,7 @@ def free_port() -> int:
 @asynccontextmanager
 async def canned_generator(reply: Path, delay_s: float) -> AsyncIterator[str]:
     port = free_port()
-    command = [sys.executable, str(HERE / "canned_generator.py"), str(port), str(reply), str(delay_s)]
+    command = [sys.executable, str(HERE / "canned_generator.py"), str(port), str(reply), str(delay_s), str(FIRST_TOKENS)]
     process = await asyncio.create_subprocess_exec(*command)
     os.sched_setaffinity(process.pid, {1})
     try:
@@ -210,7 +212,7 @@ async def measure(store: Store, settings: Settings, url: str, *, name: str, in_f
         entries = await leases.journal(f"{group_id}-r0")
         at = [entry.at for entry in entries if isinstance(entry, journal.Generated)]
         gaps += list(np.diff(at))
-        sizes.append(sum(len(journal.encode(entry)) for entry in entries))
+        sizes.append(sum(len(journal.encode(entry)) for entry in entries if not isinstance(entry, journal.Prompted)))
     total = rollouts * turns
     return {
         "in_flight": in_flight,
@@ -280,11 +282,11 @@ def show(rows: list[dict[str, float]]) -> None:
             f"{row['turns_per_cpu_s']:.0f}",
             *figures,
         )
-    console = Console()
+    console = Console(width=120)
     console.print(table)
     for row in rows:
         if row["paced"] < 0:
-            console.print(f"journal at {row['length']:.0f} turns: {row['journal_bytes_per_turn']:.0f} bytes a turn")
+            console.print(f"journal at {row['length']:.0f} turns: {row['journal_bytes_per_turn']:.0f} bytes a turn, the prompt left out")
 
 
 if __name__ == "__main__":

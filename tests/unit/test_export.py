@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service import arrow
 from service.arrow import GroupHead
-from service.export import arrow_chunk, json_chunk
+from service.export import JsonGroups, arrow_chunk
 from service.records import Outcome, Sample, Timing, Trajectory
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
@@ -57,11 +57,8 @@ def test_both_forms_say_the_same(groups: list[list[list[int]]], chunk_size: int)
     pairs = [(head, trajectory(head, i, sizes)) for head, group in zip(heads, groups, strict=True) for i, sizes in enumerate(group)]
     chunks = [pairs[start : start + chunk_size] for start in range(0, len(pairs), chunk_size)]
 
-    text, before = b'{"groups":[', None
-    for chunk in chunks:
-        text += json_chunk(chunk, before)
-        before = chunk[-1][0]
-    decoded = orjson.loads(text + b"]}]}")["groups"]
+    form = JsonGroups()
+    decoded = orjson.loads(b"".join([b'{"groups":[', *(form.chunk(chunk) for chunk in chunks), form.end()]))["groups"]
     assert [group["group_id"] for group in decoded] == [head.group_id for head in heads]
     assert [len(group["trajectories"]) for group in decoded] == [len(group) for group in groups]
 

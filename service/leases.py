@@ -132,10 +132,12 @@ class Leases:
 
     async def raw_journals(self, rollout_ids: Sequence[str]) -> list[list[bytes]]:
         """The undecoded journals of rollouts of one job, in one round trip."""
+        if not rollout_ids:
+            return []
+        job = keys.JobKeys(keys.job_of(rollout_ids[0]))
         with unavailable():
             pipeline = self._store.redis.pipeline(transaction=False)
-            job = keys.JobKeys(keys.job_of(rollout_ids[0])) if rollout_ids else None
-            for rollout in rollout_ids if job else ():
+            for rollout in rollout_ids:
                 pipeline.lrange(job.journal(rollout), 0, -1)
             journals: list[list[bytes]] = await pipeline.execute()
         return journals

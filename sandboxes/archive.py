@@ -42,7 +42,7 @@ def checked_path(path: str) -> str:
 def cleaned(archive: bytes) -> bytes:
     """An archive from an untrusted sandbox without what could reach outside its own paths.
 
-    Left out: absolute or climbing names, devices and pipes, hard links to what the archive does not hold, anything below a name
+    Left out: absolute or climbing names, devices and pipes, hard links to what is no file here, anything below a name
     that is a link here, and every entry of a name but its first. Links stay links.
 
     Raises:
@@ -52,12 +52,14 @@ def cleaned(archive: bytes) -> bytes:
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as source, tarfile.open(fileobj=buffer, mode="w") as target:
         for member in source:
             name = _safe_name(member.name)
-            if name is None or name in seen or _below(name, links) or not _transferable(member, seen):
+            if name is None or name in seen or _below(name, links) or not _transferable(member, seen, links):
                 continue
             if not member.isdir():
                 seen.add(name)
             if member.issym():
                 links.add(name)
+            if member.islnk():
+                member.linkname = _safe_name(member.linkname) or ""
             member.name, member.mode = name, member.mode & _KEPT_MODE
             member.uid = member.gid = 0
             member.pax_headers = {}
@@ -74,5 +76,9 @@ def _below(name: str, links: set[str]) -> bool:
     return any(str(parent) in links for parent in PurePosixPath(name).parents)
 
 
-def _transferable(member: tarfile.TarInfo, seen: set[str]) -> bool:
-    return member.isreg() or member.isdir() or member.issym() or (member.islnk() and _safe_name(member.linkname) in seen)
+def _transferable(member: tarfile.TarInfo, seen: set[str], links: set[str]) -> bool:
+    """A hard link to a link would be one more link, and nothing would keep entries from being put below it."""
+    if not member.islnk():
+        return member.isreg() or member.isdir() or member.issym()
+    target = _safe_name(member.linkname)
+    return target in seen and target not in links

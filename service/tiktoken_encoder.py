@@ -17,7 +17,7 @@ GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 
 
 class TiktokenEncoder:
-    """Ids of text, added tokens recognised. `None` where the text would have to be normalised first."""
+    """Ids of text, added tokens recognised. `None` where the text would have to be normalised first, or is too much for its regex."""
 
     def __init__(self, encoding: tiktoken.Encoding, *, nfc: bool) -> None:
         self._encoding = encoding
@@ -26,7 +26,10 @@ class TiktokenEncoder:
     def __call__(self, text: str) -> list[int] | None:
         if self._nfc and not unicodedata.is_normalized("NFC", text):
             return None
-        return self._encoding.encode(text, allowed_special="all", disallowed_special=())
+        try:
+            return self._encoding.encode(text, allowed_special="all", disallowed_special=())
+        except ValueError:  # some 300 000 blanks in a row overflow the stack of its regex engine
+            return None
 
 
 def tiktoken_encoder(tokenizer: Tokenizer) -> TiktokenEncoder | None:

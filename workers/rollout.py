@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from service.journal import AnyEntry, Progress
 from service.leases import Ended, Lease
 from service.records import FinishReason, Generation, StopReason, TaskSpec
 from workers import metrics
+from workers.encoding import off_loop
 from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step, outcome_unknown
 from workers.resources import JobContext, Resources
 from workers.tools import error_observation, run_call, sandbox_spec, tool_specs
@@ -133,6 +135,8 @@ class Rollout:
             await self._hand_back()
         except RestartError as end:
             await self._restart(end)
+        except TaskFaultError as error:
+            await self._restart(RestartError(f"task: {error}", retry=False))
         except LeaseLostError:
             self._keep_sandbox = not await self._nobodys()
             raise
@@ -229,8 +233,7 @@ class Rollout:
     async def _do(self, step: Step) -> None:
         match step:
             case OpenSample():
-                messages = [m.model_dump(exclude_none=True) for m in self._task.messages]
-                self._record(journal.Prompted(at=time.time(), token_ids=journal.pack_ids(self._context.chat.prompt(messages, self._tools))))
+                await self._open_sample([m.model_dump(exclude_none=True) for m in self._task.messages])
             case Generate(max_new_tokens=max_new_tokens):
                 await self._generate(max_new_tokens)
             case Parse(cut=cut):
@@ -238,7 +241,7 @@ class Rollout:
             case Answer(call=call):
                 await self._answer(call)
             case Extend():
-                self._extend()
+                await self._extend()
             case Stop(reason=reason):
                 self._record(journal.Stopped(at=time.time(), reason=reason))
             case Verify():
@@ -330,16 +333,20 @@ class Rollout:
             metrics.tool_seconds.observe(observed.seconds)
             self._record(observed)
 
-    def _extend(self) -> None:
+    async def _open_sample(self, messages: list[dict[str, Any]]) -> None:
+        ids = await off_loop(messages, partial(self._context.chat.prompt, messages, self._tools))
+        self._record(journal.Prompted(at=time.time(), token_ids=journal.pack_ids(ids)))
+
+    async def _extend(self) -> None:
         progress = self._progress
         assert progress.reply is not None
         observations = [journal.tool_message(progress.observed[call.id]) for call in progress.reply.calls]
-        suffix = self._context.chat.extend(progress.ids, progress.turn_start, observations, self._tools)
+        extend = partial(self._context.chat.extend, progress.ids, progress.turn_start, observations, self._tools)
+        suffix = await off_loop(observations, extend)
         if suffix is not None:
             self._record(journal.Extended(at=time.time(), token_ids=journal.pack_ids(suffix)))
             return
-        messages = [m.model_dump(exclude_none=True) for m in self._task.messages] + progress.messages + observations
-        self._record(journal.Prompted(at=time.time(), token_ids=journal.pack_ids(self._context.chat.prompt(messages, self._tools))))
+        await self._open_sample([m.model_dump(exclude_none=True) for m in self._task.messages] + progress.messages + observations)
 
     # --------------------------------------------------------------------------------------------------------------- sandbox
 

@@ -44,6 +44,14 @@ def test_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
     assert encode(text) in (None, tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+def test_a_row_of_blanks_that_overflows_the_regex_is_left_to_the_other_encoder() -> None:
+    """A command can print it."""
+    encode = tiktoken_encoder(BY_SPLIT)
+    assert encode is not None
+    assert encode(" " * 1_000_000) is None
+    assert encode(" " * 1000) == BY_SPLIT.encode(" " * 1000, add_special_tokens=False).ids
+
+
 def test_text_that_must_be_normalised_first_is_left_to_the_other_encoder() -> None:
     encode = tiktoken_encoder(BY_NFC)
     assert encode is not None

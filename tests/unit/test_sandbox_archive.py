@@ -41,6 +41,14 @@ def test_cleaned_stays_below_its_own_names(entries: list[tuple[str, bytes, str]]
             (links if member.issym() else files).add(member.name)
 
 
+def test_a_hard_link_is_no_way_through_a_link() -> None:
+    """Its target is written as it was cleaned; one to a link would be a link that nobody looks at."""
+    hard, soft, file = tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.REGTYPE
+    entries = [("./f", file, ""), ("h", hard, "./f"), ("l", soft, "/etc"), ("through", hard, "l"), ("through/x", file, "")]
+    with tarfile.open(fileobj=io.BytesIO(archive.cleaned(packed(entries)))) as tar:
+        assert [(member.name, member.linkname) for member in tar] == [("f", ""), ("h", "f"), ("l", "/etc"), ("through/x", "")]
+
+
 def test_files_come_back() -> None:
     files = {"/a/b": b"1", "/c": b"", "/ü/x": b"\xff"}
     with tarfile.open(fileobj=io.BytesIO(archive.from_files(files, mode=0o600))) as tar:

@@ -63,18 +63,25 @@ class DockerBackend:
         docker_config.checked(spec, name)
         deadline = asyncio.timeout(spec.start_s)
         try:
-            async with deadline, self._starting:
-                return await self._create(spec, name, time.monotonic())
+            async with deadline:
+                return await self._create(spec, name)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
             raise SandboxStartError(f"sandbox {name} did not start within {spec.start_s:g} s") from error
 
-    async def _create(self, spec: SandboxSpec, name: str, began: float) -> Sandbox:
+    async def _create(self, spec: SandboxSpec, name: str) -> Sandbox:
+        """The image first: a pull of minutes holds no place that a start on another image could have."""
+        asked_at = time.monotonic()
         try:
             image_env = await self._images.ensure(spec.image)
         except EngineError as error:
             raise _start_error(name, error) from error
+        spent_s = time.monotonic() - asked_at
+        async with self._starting:
+            return await self._made_ready(spec, name, image_env, began=time.monotonic() - spent_s)
+
+    async def _made_ready(self, spec: SandboxSpec, name: str, image_env: Mapping[str, str], *, began: float) -> Sandbox:
         config = docker_config.container(spec, name=name, deployment_id=self._deployment_id, image_env=image_env)
         started = False
         try:

@@ -23,6 +23,8 @@ class FakeEngine:
         self.refusals = refusals or []
         self.remove_failures = remove_failures
         self.images: set[str] = set()
+        self.registry_answers = asyncio.Event()
+        self.registry_answers.set()
         self.pulls = 0
         self.pulling = 0
         self.most_pulling = 0
@@ -52,6 +54,7 @@ class FakeEngine:
         self.pulling += 1
         self.most_pulling = max(self.most_pulling, self.pulling)
         await asyncio.sleep(0.1)
+        await self.registry_answers.wait()
         self.pulling -= 1
         if self.refusals:
             status, message = self.refusals.pop(0)
@@ -76,14 +79,14 @@ class FakeEngine:
 
 
 @asynccontextmanager
-async def backend_for(engine: FakeEngine, folder: Path) -> AsyncIterator[DockerBackend]:
+async def backend_for(engine: FakeEngine, folder: Path, *, max_starting: int = 200) -> AsyncIterator[DockerBackend]:
     runner = web.AppRunner(engine.app())
     await runner.setup()
     path = folder / "engine.sock"
     await web.UnixSite(runner, str(path)).start()
     try:
         host = f"unix://{path}"
-        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=host, max_starting=200, busy_pause_s=0.05) as backend:
+        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=host, max_starting=max_starting, busy_pause_s=0.05) as backend:
             yield backend
     finally:
         await runner.cleanup()
@@ -102,6 +105,23 @@ async def test_two_hundred_starts_make_one_pull(tmp_path: Path) -> None:
     assert (engine.pulls, engine.most_pulling) == (3, 1), "case-040"
     assert len(raised) == 200
     assert all("disk of the engine" in str(error) for error in raised), "past the pull, each failed at the fake's create"
+
+
+async def test_a_slow_pull_holds_up_no_other_image(tmp_path: Path) -> None:
+    """case-040"""
+    engine = FakeEngine()
+    engine.images.add("here:1")
+    engine.registry_answers.clear()
+    async with backend_for(engine, tmp_path, max_starting=2) as backend:
+        waiting = asyncio.create_task(failures(backend, "new:1", 10))
+        while not engine.pulling:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            assert len(await failures(backend, "here:1", 3)) == 3
+        assert not waiting.done()
+        engine.registry_answers.set()
+        assert len(await waiting) == 10
+    assert engine.pulls == 1
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,16 @@
 """What a demo's job looks like, for each kind of generator."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from service.demo.options import GROUPS, SGLANG_GROUPS, DemoOptions
-from service.humaneval import humaneval_policy, humaneval_tasks
+from service.humaneval import Problem, humaneval_policy, humaneval_tasks, problems
 
 BUDGET = 1
 
-REGEX = (
-    r'<tool_call>\n\{"name": "bash", "arguments": \{"command": "'
-    r"(cat solution\.py|ls -la|python3 solution\.py && echo fine|echo '    return (None|True|False|0|\[\])' >> solution\.py)"
-    r'"\}\}\n</tool_call>'
-    r'(\n<tool_call>\n\{"name": "submit", "arguments": \{\}\}\n</tool_call>)?'
-)
-"""What a 135M model may say: a command, and then `submit` if it likes. It samples each token, the grammar keeps its calls well-formed."""
+REGEX_SPECIAL = frozenset(r"\.^$*+?()[]{}|/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,7 @@ def _standin(options: DemoOptions, tokenizer: Path) -> Workload:
 
 def _sglang(options: DemoOptions, tokenizer: Path) -> Workload:
     groups = options.groups or SGLANG_GROUPS
-    limits = {"turns": 4, "tokens": 640, "turn_tokens": 160, "wall_s": 600.0, "tool_s": 15.0, "tool_output_bytes": 512}
+    limits = {"turns": 4, "tokens": 1024, "turn_tokens": 256, "wall_s": 600.0, "tool_s": 15.0, "tool_output_bytes": 512}
     job = {
         "name": "demo",
         "model": {"tokenizer": str(tokenizer), "renderer": "chatml", "context_tokens": 2048},
@@ -65,9 +60,29 @@ def _sglang(options: DemoOptions, tokenizer: Path) -> Workload:
         "groups_per_step": min(2, groups),
         "staleness_budget": BUDGET,
         "sandbox": {"backend": options.backend},
-        "sampling": {"temperature": 1.0, "regex": REGEX},
+        "sampling": {"temperature": 1.0},
     }
-    return Workload(job=job, tasks=_tasks(groups, limits), policy=None)
+    guides = [{"sampling": {"regex": guide(problem)}} for problem in problems(groups)]
+    tasks = [task | guides[n % len(guides)] for n, task in enumerate(_tasks(groups, limits))]
+    return Workload(job=job, tasks=tasks, policy=None)
+
+
+def guide(problem: Problem) -> str:
+    """What a 135M model may say in a turn: one well-formed call, the task's solution or a wrong one among others.
+
+    It samples each token itself; the grammar only keeps the call one that can be run.
+    """
+    right = f"cat >> solution.py <<'X'\n{problem.canonical_solution.rstrip()}\nX"
+    wrong = "echo '    return None' >> solution.py"
+    commands = "|".join(literal(json.dumps(command)[1:-1]) for command in ("cat solution.py", "python3 solution.py", right, wrong))
+    bash = literal('bash", "arguments": {"command": "') + f"({commands})" + literal('"')
+    submit = literal('submit", "arguments": {')
+    return literal('<tool_call>\n{"name": "') + f"({bash}|{submit})" + literal("}}\n</tool_call>")
+
+
+def literal(text: str) -> str:
+    """`text` as a regular expression of the engine's grammar compiler, which knows no escaped spaces or quotes."""
+    return "".join(f"\\{char}" if char in REGEX_SPECIAL else char for char in text)
 
 
 def _tasks(groups: int, limits: dict[str, Any]) -> list[dict[str, Any]]:

@@ -79,6 +79,13 @@ async def test_exported_logprobs_are_the_engines_own(stack: Stack) -> None:
         assert shifted.mean() > 5 * difference.mean()
 
 
+async def label_version(url: str) -> int:
+    """The version that the engine's label names; a label that is no number ("default") leaves the job's, 0 here."""
+    async with httpx.AsyncClient() as client:
+        label = (await client.get(f"{url}/model_info")).json()["weight_version"]
+    return int(label) if label.isdigit() else 0
+
+
 async def test_a_small_model_makes_whole_rollouts_when_guided(stack: Stack) -> None:
     job_id = await stack.job(
         "guided",
@@ -90,13 +97,14 @@ async def test_a_small_model_makes_whole_rollouts_when_guided(stack: Stack) -> N
     await stack.submit(job_id, task("guided", sandbox=sandbox))
     batch = await stack.batch(job_id, 1, wait_s=400)
     found = samples(batch)
-    assert found
+    assert max(trajectory["turns"] for trajectory, _ in found) >= 2
+    version = await label_version(stack.generator_url)
     for trajectory, sample in found:
         assert trajectory["reward"] in (0.0, 1.0)
         assert trajectory["tool_calls"] >= 1
         mask = np.asarray(sample["loss_mask"], dtype=bool)
         assert mask.sum() > 10
-        assert set(np.asarray(sample["versions"])[mask]) == {0}  # the label "default" says nothing: the job's version stands in
+        assert set(np.asarray(sample["versions"])[mask]) == {version}
         assert np.isfinite(sample["logprobs"]).all()
         edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(int), [0]))))
         assert len(edges) // 2 == trajectory["turns"]

@@ -24,6 +24,9 @@ BUDGET_BODIES = 4
 READ_S = 120.0
 """64 MiB at 5 Mbit/s; a client that is slower holds memory for too long."""
 
+SMALL_BYTES = 2**20
+"""Every body but a list of tasks: a job's spec is read back at every call, and no other body has a use for more."""
+
 MAX_DEPTH = 64
 """Levels of nesting; deeper ones serve nobody and break the encoders that the body meets later."""
 
@@ -40,25 +43,25 @@ class Bodies:
         self._held = 0
 
     @asynccontextmanager
-    async def held(self, request: Request) -> AsyncIterator[bytes]:
+    async def held(self, request: Request, *, small: bool = True) -> AsyncIterator[bytes]:
         """The whole body, counted while the block runs; refused as soon as it is known to be too much.
 
         Raises:
-            TooLargeError: more than `max_bytes`, declared or sent.
+            TooLargeError: more than `max_bytes` (`small`: and `SMALL_BYTES`), declared or sent.
             BusyError: too much is held for others.
             RequestError: it did not arrive within `READ_S`.
             UnsupportedMediaError: it says that it is something else than JSON.
         """
         chunks: list[bytes] = []
-        size = 0
-        self._check(_declared(request))
+        size, most = 0, min(SMALL_BYTES, self._max_bytes) if small else self._max_bytes
+        self._check(_declared(request), most)
         try:
             try:
                 async with asyncio.timeout(READ_S):
                     async for chunk in request.stream():
                         size += len(chunk)
                         self._held += len(chunk)
-                        self._check(size)
+                        self._check(size, most)
                         chunks.append(chunk)
             except TimeoutError:
                 raise RequestError(f"the body did not arrive within {READ_S:.0f} s") from None
@@ -68,9 +71,9 @@ class Bodies:
         finally:
             self._held -= size
 
-    def _check(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise TooLargeError(f"a body may have {self._max_bytes} bytes here; send the tasks in several requests")
+    def _check(self, size: int, most: int) -> None:
+        if size > most:
+            raise TooLargeError(f"a body may have {most} bytes here; send tasks in several requests")
         if self._held > self._budget:
             raise BusyError("too many large bodies are being read; send this one again later", retry_after_s=1)
 
@@ -130,6 +133,11 @@ def parse_as(model: type[BodyModel], raw: bytes) -> BodyModel:
         RequestError: not JSON.
     """
     return validated(model, parse_object(raw))
+
+
+async def read_as(model: type[BodyModel], raw: bytes) -> BodyModel:
+    """As `parse_as`, off the loop if `raw` is large."""
+    return await off_loop(len(raw), lambda: parse_as(model, raw))
 
 
 def validated(model: type[BodyModel], value: dict[str, Any]) -> BodyModel:

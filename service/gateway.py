@@ -97,13 +97,14 @@ class Post:
     request: Request
     key: str | None
 
-    async def once(self, act: Act, *, replay: bool = True) -> Response:
+    async def once(self, act: Act, *, replay: bool = True, small: bool = True) -> Response:
         """Answer with `act(body)`; with an Idempotency-Key, with its first answer. `replay` False: `act` finds that answer itself.
+        `small`: the body is bounded by `SMALL_BYTES`.
 
         Raises:
             RequestError: the body cannot be read, or the key came before with another body.
         """
-        async with self.gateway.bodies.held(self.request) as body:
+        async with self.gateway.bodies.held(self.request, small=small) as body:
             if self.key is None:
                 return await act(body)
             call = f"{self.request.method} {self.request.url.path}"

@@ -10,13 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service import keys
-from service.errors import BusyError
+from service.errors import BusyError, TooLargeError
 from service.records import GroupState, Outcome, TaskSpec
 from service.store import Store, unavailable
 from service.stored import GroupFields, RolloutFields, decode_group, decode_rollout
 
 BUSY_RETRY_S = 5.0
 """When a client may try again after a full backlog; groups take seconds to minutes."""
+
+MAX_SUBMIT_BYTES = 256 * 2**20
+"""Of the tasks of one submission as they are stored, before compression: a job's defaults count once for each task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class Groups:
         Raises:
             NotFoundError: no such job.
             BusyError: the backlog is full.
+            TooLargeError: together they have more than `MAX_SUBMIT_BYTES`.
         """
         job = keys.JobKeys(job_id)
         packed = await asyncio.to_thread(_packed, tasks)  # 0.1 ms for each task of 4 kB
@@ -166,8 +170,19 @@ class Groups:
 
 
 def _packed(tasks: Sequence[TaskSpec]) -> list[str | bytes | int]:
-    """Id, priority and compressed record of each."""
-    return [part for task in tasks for part in (task.task_id, task.priority, zlib.compress(task.model_dump_json().encode(), 1))]
+    """Id, priority and compressed record of each. Raises TooLargeError."""
+    parts: list[str | bytes | int] = []
+    size = 0
+    for task in tasks:
+        record = task.model_dump_json().encode()
+        size += len(record)
+        if size > MAX_SUBMIT_BYTES:
+            raise TooLargeError(
+                f"with the job's defaults these tasks have more than {MAX_SUBMIT_BYTES} bytes; send fewer at once, or put large files "
+                "into the image"
+            )
+        parts += (task.task_id, task.priority, zlib.compress(record, 1))
+    return parts
 
 
 async def read_groups(store: Store, job: keys.JobKeys, ids: Sequence[str], *, state: GroupState | None = None) -> list[GroupRecord]:

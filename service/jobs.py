@@ -79,8 +79,7 @@ class Jobs:
             if taken is not None:
                 job_id = taken.decode()
                 record = await self._read(job_id)
-                if record is not None and not record.deleted:
-                    await self._publish(job_id)
+                if record is not None and not record.deleted and await self._publish(job_id):
                     if record.spec != spec:
                         raise ConflictError(f"a job named {spec.name!r} exists with another spec; delete it or choose another name")
                     return record, False
@@ -91,8 +90,7 @@ class Jobs:
             await self._write(job_id, tenant, spec)
             with unavailable():
                 claimed = await self._store.redis.hsetnx(names, spec.name, job_id)
-            if claimed:
-                await self._publish(job_id)
+            if claimed and await self._publish(job_id):
                 return await self.get(job_id), True
             with unavailable():
                 await self._store.redis.unlink(keys.JobKeys(job_id).job)
@@ -116,12 +114,16 @@ class Jobs:
             pipeline.expire(job.job, UNCLAIMED_S)
             await pipeline.execute()
 
-    async def _publish(self, job_id: str) -> None:
+    async def _publish(self, job_id: str) -> bool:
+        """Whether the job is there for workers now; False: it was deleted meanwhile."""
         job = keys.JobKeys(job_id)
+        reply = await self._store.script("publish")(job)
+        if reply["status"] == "missing":
+            return False
         with unavailable():
-            await self._store.redis.persist(job.job)
             await self._store.redis.sadd(keys.JOBS, job_id)
         await self._store.to_disk(job)
+        return True
 
     async def _read(self, job_id: str) -> JobRecord | None:
         with unavailable():
@@ -199,6 +201,12 @@ class Jobs:
             names = keys.names(record.tenant)
             if await self._store.redis.hget(names, record.spec.name) == job_id.encode():
                 await self._store.redis.hdel(names, record.spec.name)
+        await self.free(job_id)
+
+    async def free(self, job_id: str) -> None:
+        """Finish what a crash in the middle of `delete` left of a deleted job: its journals, rollouts, and place in the list."""
+        job = keys.JobKeys(job_id)
+        with unavailable():
             rollouts = [rollout.decode() for rollout in await self._store.redis.hkeys(job.rollouts)]
             for start in range(0, len(rollouts), UNLINK_KEYS):
                 await self._store.redis.unlink(*(job.journal(rollout) for rollout in rollouts[start : start + UNLINK_KEYS]))

@@ -162,6 +162,11 @@ class JobKeys:
         """Zset of all groups by number."""
         return self.all[16]
 
+    @property
+    def synced(self) -> str:
+        """What is written before a wait for the disk; goes by itself."""
+        return f"rw:{{{self.job_id}}}:synced"
+
     def journal(self, rollout: str) -> str:
         """List of the entries of a rollout's current attempt."""
         return f"rw:{{{self.job_id}}}:t:{rollout}"

@@ -22,7 +22,7 @@ class Lease:
     """One rollout in a worker's hand. `fence`: an integer as text, higher than that of every earlier lease of this rollout.
 
     resumed: its journal is not empty. queued_s: since it was queued, or came back.
-    sandbox_losses: how often the model destroyed its sandbox.
+    sandbox_losses: how often the model destroyed its sandbox. expiries: how often a lease of this attempt ran out.
     """
 
     job_id: str
@@ -39,6 +39,7 @@ class Lease:
     policy_version: int
     lineage: int
     sandbox_losses: int
+    expiries: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,4 +207,5 @@ def _lease(job_id: str, entry: dict[str, Any], reply: dict[str, Any], resumed: f
         policy_version=reply["version"],
         lineage=reply["lineage"],
         sandbox_losses=entry["sandbox_losses"],
+        expiries=entry["expiries"],
     )

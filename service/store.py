@@ -123,7 +123,7 @@ class Store:
             return
         with unavailable():
             pipeline = self.redis.pipeline(transaction=False)
-            pipeline.hset(job.counts, "synced", 1)
+            pipeline.set(job.synced, 1, ex=60)  # on its own key: nothing of a job that was deleted meanwhile comes back
             pipeline.execute_command("WAITAOF", 1, 0, DISK_WAIT_MS)
             reached = (await pipeline.execute())[1][0]
         if reached < 1:

@@ -102,7 +102,8 @@ class Stack:
 
     async def job_keys(self) -> set[str]:
         """Names of the job's keys without their common start."""
-        return {key.decode().split("}:")[1] for key in await self.store.redis.keys(f"rw:{{{self.job_id}}}:*")}
+        names = {key.decode().split("}:")[1] for key in await self.store.redis.keys(f"rw:{{{self.job_id}}}:*")}
+        return names - {"synced"}  # goes by itself
 
 
 def group_ids(batch: BatchRecord) -> list[str]:

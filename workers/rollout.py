@@ -48,6 +48,10 @@ EMPTY_ABORT_PAUSE_S = 2.0
 """Together about ten minutes: longer than a weight update takes."""
 
 
+MAX_EXPIRIES = 10
+"""An attempt whose lease ran out this often may be what kills its workers: it ends, and its journal with it."""
+
+
 class HandBackError(Exception):
     """The worker is leaving: the rollout goes back as it stands."""
 
@@ -73,6 +77,10 @@ class Hold:
 
 async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
     """Run `lease` to whichever end it comes to. Never raises but CancelledError (the lease is lost, or the worker leaves)."""
+    if lease.expiries >= MAX_EXPIRIES:
+        hold.ended = True
+        await _end_attempt(lease, resources, RestartError(f"worker_lost: {lease.expiries} leases of this attempt ran out", retry=True))
+        return
     try:
         task = await resources.groups.task(lease.group_id)
         context = await resources.contexts.get(lease.job_id)

@@ -57,14 +57,14 @@ class Worker:
         self.name = resources.worker
 
     async def run(self) -> None:
-        background = [asyncio.create_task(loop()) for loop in (self._renewing, self._beating, self._sweeping)]
-        try:
-            await self._leasing()
-        finally:
-            await self._drain()
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:  # without its renewals a worker only does harm: a bug in any loop ends it
+            background = [group.create_task(loop()) for loop in (self._renewing, self._beating, self._sweeping)]
+            try:
+                await self._leasing()
+            finally:
+                await self._drain()
+                for task in background:
+                    task.cancel()
 
     # --------------------------------------------------------------------------------------------------------------- leasing
 
@@ -108,6 +108,7 @@ class Worker:
         try:
             leases = await self._resources.leases.take(job_id, self.name, n=n)
         except NotFoundError:
+            await self._jobs.free(job_id)
             return 0
         for lease in leases:
             older = self._held.get(lease.rollout_id)
@@ -203,7 +204,8 @@ class Worker:
         left = list(self._held.values())
         for held in left:
             held.task.cancel()
-        await asyncio.gather(*(held.task for held in left), return_exceptions=True)
+        if left:  # a teardown that an engine holds up must not hold up the release
+            await asyncio.wait([held.task for held in left], timeout=self._settings.grace_s * 0.2)
         for held in left:
             try:
                 await self._resources.leases.release(held.lease)

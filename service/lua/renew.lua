@@ -1,5 +1,5 @@
 -- Moves the end of leases. ARGV: lease_s, then per lease: rollout id, fence.
--- Reply: ok {lost, cancelled}: rollouts that are no longer the caller's; cancelled ones are nobody's.
+-- Reply: ok {lost, cancelled}: rollouts that are no longer the caller's; cancelled ones (all of a deleted job) are nobody's.
 local job = read_job()
 local lost, cancelled, ends = {}, {}, seconds() + tonumber(ARGV[1])
 for i = 2, #ARGV, 2 do
@@ -8,7 +8,7 @@ for i = 2, #ARGV, 2 do
     call('ZADD', LEASES, ends, rid)
   else
     local r = load(ROLLOUTS, rid)
-    local list = r and r.state == 'cancelled' and cancelled or lost
+    local list = (not job or r and r.state == 'cancelled') and cancelled or lost
     list[#list + 1] = rid
   end
 end

@@ -15,7 +15,7 @@ if counts then r.strikes = r.strikes + 1 end
 if reason_of(reason) == 'sandbox_destroyed' then r.sandbox_losses = r.sandbox_losses + 1 end
 r.settled, r.sandbox_id = fence, nil
 if retry and r.strikes < max_attempts and r.attempt < 10 * max_attempts then
-  r.attempt = r.attempt + 1
+  r.attempt, r.expiries = r.attempt + 1, nil
   requeue_rollout(rid, r, now)
   unlink_journals(index + 1, index + 1)
   return reply('ok', { state = 'pending' })

@@ -8,7 +8,9 @@ if not job then return reply('missing') end
 local worker, wanted, lease_s, now = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), seconds()
 
 for _, rid in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 1000)) do
-  requeue_rollout(rid, load(ROLLOUTS, rid), now)
+  local r = load(ROLLOUTS, rid)
+  r.expiries = (r.expiries or 0) + 1
+  requeue_rollout(rid, r, now)
 end
 
 local function may_dispatch()
@@ -58,7 +60,7 @@ for i = 1, #taken, 2 do
   call('ZADD', LEASES, now + lease_s, rid)
   leases[#leases + 1] = {
     rollout_id = rid, fence = fence, attempt = r.attempt, queued_s = now - r.queued_at, sandbox_losses = r.sandbox_losses,
-    again = r.again or false,
+    again = r.again or false, expiries = r.expiries or 0,
   }
   r.state, r.worker = 'leased', worker
   save(ROLLOUTS, rid, r)

@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 
 from service import arrow
 from service.batches import BatchRecord, NothingReady
-from service.bodies import parse_as
+from service.bodies import read_as
 from service.errors import NotAcceptableError
 from service.export import JSON_MEDIA_TYPE
 from service.gateway import Gateway, GatewayDep, Post, PostDep, Tenant
@@ -41,7 +41,7 @@ async def lease_batch(job_id: str, post: PostDep) -> Response:
     media_type = accepted(post.request)
 
     async def act(body: bytes) -> Response:
-        asked = parse_as(BatchBody, body)
+        asked = await read_as(BatchBody, body)
         await post.gateway.job(job_id, post.tenant)
         found = await wait_for_batch(post, job_id, asked)
         if isinstance(found, NothingReady):
@@ -121,7 +121,7 @@ async def get_batch(batch_id: str, request: Request, gateway: GatewayDep, tenant
 )
 async def ack_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        parse_as(EmptyBody, body)
+        await read_as(EmptyBody, body)
         await post.gateway.owner(batch_id, post.tenant, kind="batch")
         await post.gateway.batches.ack(batch_id)
         return answer(BatchStateAnswer(batch_id=batch_id, state="acked"))
@@ -137,7 +137,7 @@ async def ack_batch(batch_id: str, post: PostDep) -> Response:
 )
 async def release_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        parse_as(EmptyBody, body)
+        await read_as(EmptyBody, body)
         await post.gateway.owner(batch_id, post.tenant, kind="batch")
         await post.gateway.batches.release(batch_id)
         return answer(BatchStateAnswer(batch_id=batch_id, state="released"))
@@ -153,7 +153,7 @@ async def release_batch(batch_id: str, post: PostDep) -> Response:
 )
 async def extend_batch(batch_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        asked = parse_as(ExtendBody, body)
+        asked = await read_as(ExtendBody, body)
         await post.gateway.owner(batch_id, post.tenant, kind="batch")
         return answer(LeaseAnswer(batch_id=batch_id, lease_until=await post.gateway.batches.extend(batch_id, asked.lease_s)))
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from service.bodies import parse_as
+from service.bodies import read_as
 from service.errors import NotFoundError
 from service.gateway import GatewayDep, PostDep, Tenant
 from service.keys import job_of
@@ -55,7 +55,7 @@ async def get_group(job_id: str, group_id: str, gateway: GatewayDep, tenant: Ten
 )
 async def cancel_group(group_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        parse_as(EmptyBody, body)
+        await read_as(EmptyBody, body)
         await post.gateway.owner(group_id, post.tenant, kind="group")
         return answer(group_answer(await post.gateway.groups.cancel(group_id)))
 

@@ -5,7 +5,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from service.bodies import parse_as, validated
+from service.bodies import read_as, validated
 from service.chat import ChatModel, load_chat_model
 from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant, check_urls
@@ -42,7 +42,7 @@ async def check_generators(gateway: Gateway, specs: list[GeneratorSpec]) -> None
 async def create_job(post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
         gateway = post.gateway
-        spec = parse_as(JobSpec, body)
+        spec = await read_as(JobSpec, body)
         check_defaults(spec, process_backend=gateway.settings.process_backend)
         await check_generators(gateway, spec.generator_specs)
         await load_chat(gateway, spec)
@@ -74,7 +74,7 @@ async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
 async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
     record = await gateway.job(job_id, tenant)
     async with gateway.bodies.held(request) as raw:
-        patch = parse_as(JobPatch, raw)
+        patch = await read_as(JobPatch, raw)
     await check_patch(gateway, record, patch)
     return answer(job_answer(await gateway.jobs.patch(job_id, patch), await gateway.jobs.counts(job_id)))
 
@@ -112,7 +112,7 @@ async def delete_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Respon
 )
 async def preflight(job_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        parse_as(EmptyBody, body)
+        await read_as(EmptyBody, body)
         record = await post.gateway.job(job_id, post.tenant)
         findings = await find(post.gateway, record.spec)
         return answer(PreflightAnswer(ok=all(finding.severity != "error" for finding in findings), findings=findings))
@@ -141,7 +141,7 @@ async def find(gateway: Gateway, spec: JobSpec) -> list[Finding]:
 async def set_policy(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
     await gateway.job(job_id, tenant)
     async with gateway.bodies.held(request) as raw:
-        body = parse_as(PolicyBody, raw)
+        body = await read_as(PolicyBody, raw)
     for batch_id in body.ack:
         if job_of(batch_id) != job_id:
             raise NotFoundError(f"there is no batch {batch_id!r} in this job")

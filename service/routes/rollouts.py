@@ -8,7 +8,7 @@ import orjson
 from fastapi import APIRouter, Header, Query
 from starlette.responses import Response
 
-from service.bodies import parse_as
+from service.bodies import read_as
 from service.errors import GoneError, NotFoundError
 from service.events import ENDED, EventResponse, Position, RolloutEvents, position_after
 from service.export import sample_object
@@ -89,7 +89,7 @@ async def get_events(rollout_id: str, gateway: GatewayDep, tenant: Tenant, last_
 )
 async def cancel_rollout(rollout_id: str, post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
-        parse_as(EmptyBody, body)
+        await read_as(EmptyBody, body)
         await post.gateway.owner(rollout_id, post.tenant, kind="rollout")
         return answer(RolloutAnswer(**rollout_fields(await post.gateway.groups.cancel_rollout(rollout_id))))
 

@@ -34,7 +34,7 @@ async def submit_tasks(job_id: str, post: PostDep) -> Response:
         groups = [SubmittedGroup(task_id=task_id, group_id=group_id) for task_id, group_id in submitted.groups]
         return answer(SubmittedAnswer(groups=groups, backlog=submitted.backlog), 202)
 
-    return await post.once(act)
+    return await post.once(act, small=False)
 
 
 async def check(gateway: Gateway, record: JobRecord, tasks: list[TaskSpec]) -> None:

@@ -1,10 +1,12 @@
 """Tasks, groups and rollouts over HTTP: all or nothing, every problem named, hostile bodies refused."""
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 
+from service.bodies import SMALL_BYTES
 from tests.gateway_play import job_body, play, take_all, task_body, turns
 from tests.gateway_stack import RunningGateway
 
@@ -159,3 +161,24 @@ async def test_cancelling_is_idempotent(gateway: RunningGateway, client: httpx.A
         assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
     assert (await client.post(f"/v1/groups/{first['group_id']}/cancel", json={"x": 1})).status_code == 422
     assert await play(gateway.leases, job_id) == 0
+
+
+async def test_only_a_list_of_tasks_may_be_large(client: httpx.AsyncClient, job_id: str) -> None:
+    blank = b" " * (SMALL_BYTES + 1)
+    for method, path in [("POST", "/v1/jobs"), ("PATCH", f"/v1/jobs/{job_id}"), ("POST", f"/v1/jobs/{job_id}/batches")]:
+        answer = await client.request(method, path, content=blank + b"{}", headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413, path
+    answer = await client.post(
+        f"/v1/jobs/{job_id}/tasks",
+        content=blank + json.dumps({"tasks": [task_body()]}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 202
+
+
+async def test_large_defaults_are_not_multiplied_without_bound(client: httpx.AsyncClient) -> None:
+    heavy = job_body("heavy", sandbox={"files": {"/work/data": "x" * 900_000}}, backlog_limit=1000)
+    job_id = (await client.post("/v1/jobs", json=heavy)).json()["job_id"]
+    answer = await submit(client, job_id, *(task_body(number) for number in range(400)))
+    assert (answer.status_code, answer.json()["title"]) == (413, "Body too large")
+    assert (await client.get(f"/v1/jobs/{job_id}")).json()["counts"]["backlog"] == 0

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from service import keys
 from service.batches import NothingReady
 from service.errors import ConflictError, GoneError, InvalidError, LeaseLostError, NotFoundError
 from service.records import GroupState, JobPatch
@@ -123,9 +124,35 @@ async def test_delete_frees_everything_and_the_name(stack: Stack) -> None:
     assert (await stack.jobs.get(job_id)).deleted
     with pytest.raises(LeaseLostError):
         await stack.turn(leases[0], "late", at_index=1)
-    assert (await stack.leases.renew(job_id, leases)).lost == {lease.rollout_id for lease in leases}
+    assert (await stack.leases.renew(job_id, leases)).cancelled == {lease.rollout_id for lease in leases}
     with pytest.raises(NotFoundError):
         await stack.submit(1)
     again, new = await stack.jobs.create("red", job_spec())
     assert new
     assert again.job_id != job_id
+
+
+async def test_a_create_that_races_a_delete_brings_nothing_back(stack: Stack) -> None:
+    job_id = await stack.open_job()
+    await stack.make_ready(1)
+    await stack.jobs.delete(job_id)
+    await stack.store.redis.hset("rw:names:red", "job", job_id)  # as a create reads it that began before the delete
+    again, new = await stack.jobs.create("red", job_spec())
+    assert new
+    assert await stack.jobs.ids() == [again.job_id]
+    assert 0 < await stack.store.redis.ttl(f"rw:{{{job_id}}}:job") <= 60
+    assert not await stack.jobs._publish(job_id)
+    assert 0 < await stack.store.redis.ttl(f"rw:{{{job_id}}}:job") <= 60
+
+
+async def test_free_finishes_a_delete_that_crashed(stack: Stack) -> None:
+    job_id = await stack.open_job()
+    await stack.submit(2)
+    for lease in await stack.take():
+        await stack.open_journal(lease)
+    await stack.store.script("delete_job")(keys.JobKeys(job_id), [60])
+    with pytest.raises(NotFoundError):
+        await stack.take()
+    await stack.jobs.free(job_id)
+    assert await stack.job_keys() == {"job"}
+    assert await stack.jobs.ids() == []

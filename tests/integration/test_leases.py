@@ -230,3 +230,19 @@ async def test_list_pages_through_states(stack: Stack) -> None:
     assert [group.group_id for group in listed] == ids[:2]
     assert [group.group_id for group in await stack.groups.list(stack.job_id, after=ids[1])] == ids[2:]
     assert [group.group_id for group in await stack.groups.list(stack.job_id, state=GroupState.QUEUED)] == ids[4:]
+
+
+async def test_an_attempt_that_outlives_its_workers_too_often_is_told_apart(brief: Stack) -> None:
+    await brief.open_job(group_size=1)
+    await brief.submit(1)
+    seen = []
+    for _ in range(3):
+        [lease] = await brief.take()
+        seen.append(lease.expiries)
+        await asyncio.sleep(0.2)
+    [lease] = await brief.take()
+    await brief.leases.release(lease)  # handed back: no expiry
+    [lease] = await brief.take()
+    assert [*seen, lease.expiries] == [0, 1, 2, 3]
+    assert await brief.leases.restart(lease, "worker_lost", retry=True) == "pending"
+    assert (await brief.one()).expiries == 0

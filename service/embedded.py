@@ -28,6 +28,9 @@ SOCKET_PATH_MAX = 100
 START_S = 30.0
 """A large append-only file takes a while to load."""
 
+STOP_S = 10.0
+"""From the request to stop to its end: the append-only file is synced first."""
+
 RESTART_S = 0.5
 """Pause before a server that died is started again."""
 
@@ -62,7 +65,8 @@ class EmbeddedValkey:
             finally:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)
-                await asyncio.shield(_shut_down(folder))
+                if await _answers(_known_url(folder)):  # adopted
+                    await asyncio.shield(_shut_down(folder))
 
 
 def _prepared(folder: Path) -> Path:
@@ -147,9 +151,23 @@ async def _keep_running(folder: Path) -> None:
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
-        code = await process.wait()
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            await asyncio.shield(_ended(folder, process))
+            raise
         logger.warning("the embedded Valkey ended with exit code %d; starting it again", code)
         await asyncio.sleep(RESTART_S)
+
+
+async def _ended(folder: Path, process: asyncio.subprocess.Process) -> None:
+    """Stop our own child and see its end, or it stays a zombie of this process. One that does not obey is adopted by the next start."""
+    await _shut_down(folder)
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        logger.warning("the embedded Valkey in %s did not stop within %.0f s", folder, STOP_S)
 
 
 async def _shut_down(folder: Path) -> None:

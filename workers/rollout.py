@@ -57,12 +57,13 @@ class HandBackError(Exception):
 
 
 class RestartError(Exception):
-    """This attempt is over, and why. `retry`: a new one may do better."""
+    """This attempt is over, and why. `retry`: a new one may do better. `counts`: it is one of the rollout's `max_attempts`."""
 
-    def __init__(self, reason: str, *, retry: bool) -> None:
+    def __init__(self, reason: str, *, retry: bool, counts: bool = True) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retry = retry
+        self.counts = counts
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
 async def _end_attempt(lease: Lease, resources: Resources, end: RestartError) -> None:
     metrics.restarts.labels(metrics.reason_class(end.reason)).inc()
     try:
-        state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry)
+        state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry, attempt_counts=end.counts)
         logger.warning("attempt %d of %s ended (%s): %s", lease.attempt, lease.rollout_id, state, end.reason)
     except LeaseLostError:
         logger.info("%s was ended by others", lease.rollout_id)
@@ -166,12 +167,13 @@ class Rollout:
             if not self._task.sandbox.lazy and self._task.tools:
                 await self._open_sandbox()
             return
+        if self._progress.sandbox_id is not None:
+            await self._attach(self._progress.sandbox_id)  # first: the sandbox of an attempt that is given up here goes at once
+        crashed = self._lease.expiries > 0  # a worker that left in order is nobody's fault
         if outcome_unknown(self._progress):
-            raise RestartError("a tool call's outcome is unknown after its worker was lost", retry=True)
+            raise RestartError("a tool call's outcome is unknown after its worker was lost", retry=True, counts=crashed)
         if self._progress.verifier_name == "" and self._progress.scored is None and self._task.verifier is not None:
-            raise RestartError("verification in the rollout's own sandbox was interrupted", retry=True)
-        if self._progress.sandbox_id is not None and self._progress.scored is None:
-            await self._attach(self._progress.sandbox_id)
+            raise RestartError("verification in the rollout's own sandbox was interrupted", retry=True, counts=crashed)
 
     async def _finish(self) -> None:
         await self._flush()
@@ -397,7 +399,8 @@ class Rollout:
         try:
             self._sandbox = await self._backend.attach(sandbox_id)
         except SandboxError as error:
-            raise RestartError(f"sandbox: lost with its worker: {error}", retry=True) from error
+            if self._progress.scored is None:
+                raise RestartError(f"sandbox: lost with its worker: {error}", retry=True) from error
 
     async def _sandbox_lost(self, error: SandboxLostError) -> None:
         """P6: what the model's own commands destroyed is tried once more; the second time it is the model's answer."""

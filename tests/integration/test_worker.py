@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -12,7 +12,8 @@ from pydantic import SecretStr
 
 from sandboxes.base import Sandbox, SandboxSpec, SandboxStartError
 from sandboxes.docker import DockerBackend
-from service.records import Message, SandboxFields, TaskSpec
+from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, pack_ids
+from service.records import GroupState, Message, SandboxFields, TaskSpec
 from service.settings import Settings
 from service.store import Store
 from tests.store_stack import Stack, store_at
@@ -63,6 +64,26 @@ class StuckBackend(DockerBackend):
         raise SandboxStartError("never")
 
 
+class Attached:
+    """A sandbox that another worker opened."""
+
+    id = "s1"
+    destroyed = False
+
+    async def destroy(self) -> None:
+        self.destroyed = True
+
+
+class AttachingBackend(DockerBackend):
+    def __init__(self) -> None:
+        super().__init__(deployment_id="attaching")
+        self.sandbox = Attached()
+
+    async def attach(self, sandbox_id: str) -> Sandbox:
+        assert sandbox_id == self.sandbox.id
+        return cast(Sandbox, self.sandbox)
+
+
 class BrokenHeart(Store):
     async def heartbeat(self, worker: str, info: dict[str, Any], ttl_s: float) -> None:
         raise ZeroDivisionError("a bug of ours")
@@ -107,3 +128,27 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
         backend.cleaned.set()
         await asyncio.sleep(0.1)
     await backend.aclose()
+
+
+@pytest.mark.parametrize(("crashed", "attempts"), [(True, 3), (False, 4)], ids=["crashed", "left-in-order"])
+async def test_an_attempt_given_up_at_take_over_leaves_no_sandbox(stack: Stack, qwen3_dir: Path, crashed: bool, attempts: int) -> None:
+    """A call of unknown outcome begins anew, at once without its sandbox; a worker that left in order costs the rollout no attempt."""
+    await stack.open_job(group_size=1, model={"tokenizer": str(qwen3_dir), "renderer": "qwen3", "context_tokens": 1000})
+    task = TaskSpec(task_id="t", messages=[Message(role="user", content="hi")], tools=["bash"])
+    [(_, group)] = (await stack.groups.submit(stack.job_id, [task])).groups
+    call = Call(id="c", name="bash", arguments='{"command":"ls"}')
+    for attempt in range(1, attempts + 1):
+        lease = await stack.one()
+        opened = Opened(at=1.0, attempt=attempt, worker="w1")
+        entries: list[AnyEntry] = [opened, Prompted(at=1.0, token_ids=pack_ids([1])), Replied(at=1.0, content="", calls=[call])]
+        await stack.leases.append(lease, [*entries, SandboxOpened(at=1.0, id="s1", seconds=0.1)], at_index=0)
+        if crashed:
+            await stack.store.redis.zadd(f"rw:{{{stack.job_id}}}:leases", {lease.rollout_id: 1})  # as time does
+        else:
+            await stack.leases.release(lease)
+        backend = AttachingBackend()
+        async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+            await drive(await stack.one(), resources, Hold())
+        assert backend.sandbox.destroyed
+        await backend.aclose()
+    assert await stack.state(group) is (GroupState.FAILED if crashed else GroupState.RUNNING)

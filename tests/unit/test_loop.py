@@ -102,7 +102,10 @@ def test_token_limit_stops_after_the_answers() -> None:
 )
 def test_case_065_outcome_unknown(calls: list[Call], answered: list[str], unknown: bool) -> None:
     entries: list[AnyEntry] = [prompted(), generated(5), replied(*calls), *(observed(call_id) for call_id in answered)]
-    assert outcome_unknown(Progress(entries)) is unknown
+    assert not outcome_unknown(Progress(entries))  # no sandbox, so nothing ran in it
+    opened = [*entries, journal.SandboxOpened(at=0.0, id="s", seconds=0.1)]
+    assert outcome_unknown(Progress(opened)) is unknown
+    assert not outcome_unknown(Progress([*opened, journal.Stopped(at=0.0, reason="submitted")]))
 
 
 @st.composite

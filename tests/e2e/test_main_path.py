@@ -85,8 +85,8 @@ async def test_exported_samples_equal_the_generators_record(stack: Stack) -> Non
     assert acked.status_code == 200
 
 
-async def messages(stack: Stack, group_id: str) -> list[dict[str, Any]]:
-    reply = await stack.api.get(f"/v1/rollouts/{group_id}-r0", params={"include": "messages"})
+async def messages(stack: Stack, group_id: str, index: int = 0) -> list[dict[str, Any]]:
+    reply = await stack.api.get(f"/v1/rollouts/{group_id}-r{index}", params={"include": "messages"})
     assert reply.status_code == 200, reply.text
     found: list[dict[str, Any]] = reply.json()["messages"]
     return found

@@ -2,7 +2,7 @@
 
 A key is bound to (tenant, method and path, body digest) before the handler runs, so that two bodies never both take effect. Two copies of
 one request in flight may both run: handlers are idempotent themselves (the store takes the request key for what creates things).
-5xx and 429 are not remembered, since trying again is their cure.
+5xx, 429 and 204 are not remembered, since trying again is their cure; after a 5xx, which may have taken effect, the body stays bound.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Idempotency:
         if _lasting(response):
             if replay:
                 await self._remember(key, response)
-        else:
+        elif response.status_code < 500:
             await self._forget(key)
         return response
 

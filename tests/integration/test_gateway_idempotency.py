@@ -4,7 +4,10 @@ import asyncio
 
 import httpx
 import pytest
+from starlette.responses import Response
 
+from service.errors import ConflictError, UnavailableError
+from service.idempotency import Idempotency, RequestKey
 from tests.gateway_play import job_body, task_body
 from tests.gateway_stack import RunningGateway
 
@@ -62,3 +65,19 @@ async def test_keys_belong_to_a_tenant_and_a_call(gateway: RunningGateway, clien
 @pytest.mark.parametrize("key", ["", "k" * 256])
 async def test_a_key_has_a_length(client: httpx.AsyncClient, job_id: str, key: str) -> None:
     assert (await submit(client, job_id, 1, key)).status_code == 422
+
+
+async def test_a_failure_that_may_have_taken_effect_keeps_its_body(gateway: RunningGateway) -> None:
+    idempotency = Idempotency(gateway.store, retain_s=60)
+    first, other = (RequestKey.of(tenant="red", call="POST /x", key="k", body=body) for body in (b"1", b"2"))
+
+    async def away() -> Response:
+        raise UnavailableError("written, but not seen to be on the disk", retry_after_s=1)
+
+    async def done() -> Response:
+        return Response("done")
+
+    assert (await idempotency.run(first, away)).status_code == 503
+    with pytest.raises(ConflictError):
+        await idempotency.run(other, done)
+    assert (await idempotency.run(first, done)).body == b"done"

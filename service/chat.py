@@ -7,6 +7,7 @@ for a directory.
 import hashlib
 import json
 import re
+import threading
 from array import array
 from collections import Counter
 from functools import lru_cache
@@ -24,6 +25,10 @@ from service.settings import Settings
 __all__ = ["ChatModel", "Parsed", "ParsedCall", "load_chat_model", "renderer_names"]
 
 
+_loading = threading.Lock()
+"""One load at a time: many first requests at once would each load the same model, and `transformers` cannot be imported by two threads."""
+
+
 def load_chat_model(tokenizer: str, renderer: str, *, settings: Settings) -> ChatModel:
     """The model for a job's `model.tokenizer` and `model.renderer`. Blocking (about 2 s the first time), then cached per process.
 
@@ -38,7 +43,8 @@ def load_chat_model(tokenizer: str, renderer: str, *, settings: Settings) -> Cha
             f"{tokenizer!r} is no directory under a root of ROLLWAY_TOKENIZER_ROOTS (or the data directory's tokenizers/) "
             "and no hub id of ROLLWAY_TOKENIZERS; the operator can list it",
         )
-    return _load(str(folder) if folder else tokenizer, renderer)
+    with _loading:
+        return _load(str(folder) if folder else tokenizer, renderer)
 
 
 def _listed_folder(name: str, roots: list[Path]) -> Path | None:

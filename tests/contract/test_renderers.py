@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,14 @@ def test_qwen3_has_its_real_ids_and_is_made_once(qwen3_dir: Path, load: Callable
     made_at = (qwen3_dir / "tokenizer.json").stat().st_mtime_ns
     assert make_qwen3(qwen3_dir) == qwen3_dir
     assert (qwen3_dir / "tokenizer.json").stat().st_mtime_ns == made_at
+
+
+def test_first_loads_at_once_are_one(load: Callable[[str, str], ChatModel], tiny_dir: Path) -> None:
+    """Every job's first submit wants its model at the same moment."""
+    make_tiny_chatml(tiny_dir.parent / "at-once")
+    with ThreadPoolExecutor(8) as pool:
+        models = list(pool.map(lambda _: load("at-once", "chatml"), range(8)))
+    assert len({id(model) for model in models}) == 1
 
 
 def test_messages_that_no_template_writes_are_the_tasks_fault(model: ChatModel) -> None:

@@ -108,58 +108,57 @@ class _Summary:
 
 
 class _Draft:
-    """One sample in the making: pieces of bytes and where the sampled ones lie."""
+    """One sample in the making: pieces of bytes, and which of its tokens were sampled."""
 
     def __init__(self, prompt: bytes) -> None:
         self.spans: list[tuple[int, int, int]] = []
         """(start, end, version) of sampled tokens."""
         self._ids: list[bytes] = []
-        self._logprobs: list[tuple[int, bytes]] = []
+        self._logprobs: list[bytes] = []
+        """As many bytes as the ids of the same piece: zeros where nothing was sampled."""
         self._size = 0
         self.append(prompt)
 
     def append(self, data: bytes) -> None:
         """Ids that nobody sampled: a prompt, or what follows a turn; then a turn begins."""
         _check_whole(data, ID_BYTES)
-        self._add(data)
-        self._turn = (self._size, len(self._ids), len(self._logprobs), len(self.spans))
+        self._add(data, bytes(len(data)))
+        self._turn = (self._size, len(self._ids), len(self.spans))
 
     def generate(self, entry: Generated) -> None:
         """Sampled ids. Discarded ones take the parts of the same turn with them: it is sampled anew."""
         if entry.discarded:
-            self._size, ids, logprobs, spans = self._turn
-            del self._ids[ids:], self._logprobs[logprobs:], self.spans[spans:]
+            self._size, pieces, spans = self._turn
+            del self._ids[pieces:], self._logprobs[pieces:], self.spans[spans:]
             return
         _check_generation(entry)
-        self._logprobs.append((self._size, entry.logprobs))
         self.spans += [(self._size + start, self._size + end, version) for version, _, start, end in entry.spans if end > start]
-        self._add(entry.token_ids)
+        self._add(entry.token_ids, entry.logprobs)
 
-    def _add(self, data: bytes) -> None:
-        self._ids.append(data)
-        self._size += len(data) // ID_BYTES
+    def _add(self, ids: bytes, logprobs: bytes) -> None:
+        self._ids.append(ids)
+        self._logprobs.append(logprobs)
+        self._size += len(ids) // ID_BYTES
 
     def sample(self) -> Sample:
         """T = all tokens of the sample."""
-        mask = np.zeros(self._size, dtype=np.uint8)
         versions = np.full(self._size, -1, dtype=np.int32)
         for start, end, version in self.spans:
-            mask[start:end] = 1
             versions[start:end] = version
         token_ids = np.frombuffer(b"".join(self._ids), dtype="<i4")
-        if self._size and int(token_ids.min()) < 0:
-            raise MisalignedTokensError("a journal has a negative token id")
+        logprobs = np.frombuffer(b"".join(self._logprobs), dtype="<f4")
+        _check_values(token_ids, logprobs)
+        mask = (versions >= 0).view(np.uint8)  # every sampled token has a version of at least 0
         prompt_len = self.spans[0][0] if self.spans else self._size
-        return Sample(token_ids=token_ids, loss_mask=mask, logprobs=self._scores(), versions=versions, prompt_len=prompt_len)
+        return Sample(token_ids=token_ids, loss_mask=mask, logprobs=logprobs, versions=versions, prompt_len=prompt_len)
 
-    def _scores(self) -> npt.NDArray[np.float32]:
-        scores = np.zeros(self._size, dtype=np.float32)
-        for start, data in self._logprobs:
-            scores[start : start + len(data) // LOGPROB_BYTES] = np.frombuffer(data, dtype="<f4")
-        finite = np.isfinite(scores)
-        if not finite.all():
-            raise MisalignedTokensError(f"non_finite_logprob: token {int(finite.argmin())} of a sample has {scores[finite.argmin()]}")
-        return scores
+
+def _check_values(token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
+    if len(token_ids) and int(token_ids.min()) < 0:
+        raise MisalignedTokensError("a journal has a negative token id")
+    finite = np.isfinite(logprobs)
+    if not finite.all():
+        raise MisalignedTokensError(f"non_finite_logprob: token {int(finite.argmin())} of a sample has {logprobs[finite.argmin()]}")
 
 
 def _check_whole(data: bytes, item_bytes: int) -> None:

@@ -27,6 +27,10 @@ READ_S = 120.0
 SMALL_BYTES = 2**20
 """Every body but a list of tasks: a job's spec is read back at every call, and no other body has a use for more."""
 
+MAX_BRACKETS = 2**20
+"""Opening brackets in a body, those in texts too: a value costs up to fifty times its bytes, and making and freeing them all holds up the
+loop whichever thread does it."""
+
 MAX_DEPTH = 64
 """Levels of nesting; deeper ones serve nobody and break the encoders that the body meets later."""
 
@@ -98,9 +102,12 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     Raises:
         RequestError: not JSON.
         InvalidError: not an object, or nested too deeply.
+        TooLargeError: more than `MAX_BRACKETS` lists and objects.
     """
     if not raw:
         return {}
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
+        raise TooLargeError(f"a body may have {MAX_BRACKETS} opening brackets here; send the tasks in several requests")
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.bodies import BUDGET_BODIES, Bodies, parse_object
+from service.bodies import BUDGET_BODIES, MAX_BRACKETS, Bodies, parse_object
 from service.errors import BusyError, InvalidError, RequestError, TooLargeError, UnsupportedMediaError
 
 
@@ -80,3 +80,9 @@ def test_what_is_json_and_no_object_of_ours(raw: bytes) -> None:
 
 def test_the_last_of_equal_keys_counts() -> None:
     assert parse_object(b'{"a": 1, "a": 2}') == {"a": 2}
+
+
+@pytest.mark.parametrize("bracket", [b"[],", b"{},"])
+def test_a_body_of_nothing_but_brackets_is_refused_before_it_is_parsed(bracket: bytes) -> None:
+    with pytest.raises(TooLargeError):
+        parse_object(b'{"tasks":[' + bracket * MAX_BRACKETS)

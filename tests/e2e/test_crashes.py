@@ -108,6 +108,7 @@ async def test_case_058_a_small_job_does_not_wait_for_a_big_one(tmp_path: Path, 
             (group_id,) = await stack.submit(small, task("small", **plain))
             await stack.group(group_id, "ready")
             left = await counted(stack, big)
+            await stack.api.delete(f"/v1/jobs/{big}")
         finally:
             await end(worker)
         assert busiest == 4, "alone, the big job has every place"

@@ -214,8 +214,8 @@ class SandboxBackend(Protocol):
         """
         ...
 
-    async def image_present(self, image: str) -> bool:
-        """Whether `image` can be used without asking a registry."""
+    async def images(self) -> frozenset[str]:
+        """References of the images that can be used without asking a registry."""
         ...
 
     async def list(self) -> Sequence[SandboxInfo]:

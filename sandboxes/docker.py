@@ -153,8 +153,8 @@ class DockerBackend:
             raise SandboxLostError(f"sandbox {sandbox_id} is {found['State']['Status']}")
         return CommandSandbox(DockerCarrier(self._engine, found["Id"]), workdir=config["WorkingDir"] or "/", start_seconds=0.0)
 
-    async def image_present(self, image: str) -> bool:
-        return await self._images.environment(image) is not None
+    async def images(self) -> frozenset[str]:
+        return await self._images.references()
 
     async def list(self) -> Sequence[SandboxInfo]:
         label = f"{docker_config.OWNER_LABEL}={self._deployment_id}"

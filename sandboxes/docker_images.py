@@ -33,6 +33,12 @@ class Images:
             raise
         return dict(entry.partition("=")[::2] for entry in found["Config"]["Env"] or ())
 
+    async def references(self) -> frozenset[str]:
+        """Tags and digests of every image that the engine has."""
+        async with self._engine.asked("list images") as docker:
+            found = await docker.images.list()
+        return frozenset(name for each in found for key in ("RepoTags", "RepoDigests") for name in each.get(key) or ())
+
     async def ensure(self, image: str) -> dict[str, str]:
         """The image's environment, after a pull where the engine does not have it.
 

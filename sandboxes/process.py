@@ -153,8 +153,8 @@ class ProcessBackend:
             raise SandboxLostError(f"sandbox {sandbox_id} is gone")
         return CommandSandbox(ProcessCarrier(box, directory, answer_s=self._answer_s), workdir=box.workdir, start_seconds=0.0)
 
-    async def image_present(self, image: str) -> bool:
-        return image in IMAGES
+    async def images(self) -> frozenset[str]:
+        return frozenset(IMAGES)
 
     async def list(self) -> Sequence[SandboxInfo]:
         return [

@@ -1,7 +1,7 @@
 """What would fail later in a job, found now: each finding names the field and the cure."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import aiohttp
@@ -93,20 +93,45 @@ async def tokenizer_findings(http: aiohttp.ClientSession, specs: Sequence[Genera
 
 
 async def worker_findings(store: Store, spec: JobSpec) -> list[Finding]:
-    """A live worker, and one that has the sandbox backend of the job's defaults."""
+    """A live worker, one that has the sandbox backend of the job's defaults, and the image of these."""
     workers = await store.workers()
     if not workers:
         cure = "start one: rollway worker, or rollway serve --workers 1"
         return [Finding(severity="error", field="sandbox.backend", problem="no worker is alive, so nothing will run", cure=cure)]
     try:
-        backend = SandboxFields.model_validate(spec.sandbox).backend
+        sandbox = SandboxFields.model_validate(spec.sandbox)
     except ValidationError:
         return []  # refused at creation; a job of an older version may still hold such defaults, and its tasks name the field
-    if any(backend in info.get("backends", ()) for info in workers):
-        return []
+    if any(sandbox.backend in info.get("backends", ()) for info in workers):
+        return await image_findings(store, {"sandbox": sandbox})
     cure = "start a worker where that backend is reachable; its log says at start which backends it found"
-    problem = f"no live worker has the sandbox backend {backend!r}; tasks with tools would wait"
+    problem = f"no live worker has the sandbox backend {sandbox.backend!r}; tasks with tools would wait"
     return [Finding(severity="error", field="sandbox.backend", problem=problem, cure=cure)]
+
+
+async def image_findings(store: Store, wanted: Mapping[str, SandboxFields]) -> list[Finding]:
+    """Images (by the field that names them) that no live worker has: they are pulled at their first use, which may fail."""
+    workers = await store.workers()
+    at_hand: dict[str, set[str]] = {}
+    for info in workers:
+        for backend, images in info.get("images", {}).items():
+            at_hand.setdefault(backend, set()).update(images)
+    return [
+        Finding(
+            severity="warning",
+            field=f"{field}.image",
+            problem=f"no live worker has the image {sandbox.image!r}, so its first use pulls it",
+            cure=f"docker pull {sandbox.image} on the workers' machines, or correct its name",
+        )
+        for field, sandbox in wanted.items()
+        if sandbox.backend in at_hand and tagged(sandbox.image) not in at_hand[sandbox.backend]
+    ]
+
+
+def tagged(image: str) -> str:
+    """The reference as engines list it: with its tag, without the default registry."""
+    name = image.removeprefix("docker.io/").removeprefix("library/")
+    return name if "@" in name or ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
 async def redis_findings(store: Store) -> list[Finding]:

@@ -120,6 +120,15 @@ def _prompt_problems(task: TaskSpec, where: str, chat: ChatModel, context_tokens
     return [FieldProblem(field=f"{where}.messages", problem=problem)]
 
 
+def sandboxes_of(tasks: Sequence[TaskSpec]) -> dict[str, SandboxFields]:
+    """The sandboxes with distinct images, each under the field that names it first; tasks that need no sandbox are left out."""
+    found: dict[tuple[str, str], tuple[str, SandboxFields]] = {}
+    for number, task in enumerate(tasks):
+        if task.tools or isinstance(task.verifier, CommandVerifier):
+            found.setdefault((task.sandbox.backend, task.sandbox.image), (f"tasks.{number}.sandbox", task.sandbox))
+    return dict(found.values())
+
+
 def reward_urls(tasks: Sequence[TaskSpec]) -> dict[str, str]:
     """The distinct URLs of reward services, each with the field that names it first."""
     urls: dict[str, str] = {}

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from sandboxes.base import SandboxError
 from service.errors import LeaseLostError, NotFoundError, UnavailableError
@@ -27,6 +28,9 @@ IDLE_S = 0.05
 """How long a worker with free slots waits before it asks for work again; doubles up to MAX_IDLE_S while there is none."""
 MAX_IDLE_S = 0.4
 HEARTBEAT_S = 2.0
+IMAGES_S = 30.0
+"""How old a worker's list of images may be."""
+MAX_IMAGES = 1000
 SWEEP_AGE_S = 60.0
 """A sandbox younger than this is never swept: its owner may be about to journal it."""
 
@@ -162,13 +166,28 @@ class Worker:
                 held.task.cancel()
 
     async def _beating(self) -> None:
+        images: dict[str, list[str]] = {}
+        looked_at = -IMAGES_S
         while True:
-            info = {"backends": sorted(self._resources.backends), "rollouts": len(self._held), "slots": self._settings.worker_rollouts}
+            if time.monotonic() - looked_at >= IMAGES_S:
+                images, looked_at = await self._images(), time.monotonic()
+            info: dict[str, Any] = {"backends": sorted(self._resources.backends), "images": images}
+            info |= {"rollouts": len(self._held), "slots": self._settings.worker_rollouts}
             try:
                 await self._store.heartbeat(self.name, info, HEARTBEAT_S * 4)
             except UnavailableError as error:
                 logger.warning("no heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def _images(self) -> dict[str, list[str]]:
+        """What each backend has at hand, for the gateway to tell clients. A backend that does not answer has nothing to say."""
+        found: dict[str, list[str]] = {}
+        for name, backend in self._resources.backends.items():
+            try:
+                found[name] = sorted(await backend.images())[:MAX_IMAGES]
+            except SandboxError as error:
+                logger.warning("images of %s are not known: %s", name, error)
+        return found
 
     # ----------------------------------------------------------------------------------------------------------------- sweep
 

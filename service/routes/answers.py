@@ -67,6 +67,7 @@ class SubmittedGroup(BaseModel):
 class SubmittedAnswer(BaseModel):
     groups: list[SubmittedGroup]
     backlog: int
+    warnings: list[Finding]
 
 
 class RolloutAnswer(BaseModel):

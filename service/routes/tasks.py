@@ -8,12 +8,13 @@ from starlette.responses import Response
 from service.bodies import off_loop, parse_as
 from service.gateway import Gateway, PostDep, check_urls
 from service.jobs import JobRecord
+from service.preflight import image_findings
 from service.problems import problem_responses
 from service.records import TaskSpec
 from service.routes.answers import SubmittedAnswer, SubmittedGroup, answer
 from service.routes.jobs import load_chat
 from service.routes.requests import TaskList, TasksBody, takes
-from service.submissions import check_tasks, complete_tasks, reward_urls
+from service.submissions import check_tasks, complete_tasks, reward_urls, sandboxes_of
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/tasks", tags=["tasks"])
 
@@ -32,7 +33,8 @@ async def submit_tasks(job_id: str, post: PostDep) -> Response:
         await check(post.gateway, record, tasks)
         submitted = await post.gateway.groups.submit(job_id, tasks, request_key=post.key)
         groups = [SubmittedGroup(task_id=task_id, group_id=group_id) for task_id, group_id in submitted.groups]
-        return answer(SubmittedAnswer(groups=groups, backlog=submitted.backlog), 202)
+        warnings = await image_findings(post.gateway.store, sandboxes_of(tasks))
+        return answer(SubmittedAnswer(groups=groups, backlog=submitted.backlog, warnings=warnings), 202)
 
     return await post.once(act, small=False)
 

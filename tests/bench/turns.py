@@ -91,8 +91,8 @@ class InstantBackend:
     async def attach(self, sandbox_id: str) -> InstantSandbox:
         return InstantSandbox()
 
-    async def image_present(self, image: str) -> bool:
-        return True
+    async def images(self) -> frozenset[str]:
+        return frozenset()
 
     async def list(self) -> Sequence[SandboxInfo]:
         return []

@@ -145,7 +145,8 @@ async def test_sweep(kind: str, root: Path, live: Sandbox) -> None:
         assert await backend.sweep(keep=frozenset(), older_than_s=0) == 1
 
 
-async def test_image_present_and_ping(backend: SandboxBackend) -> None:
+async def test_images_and_ping(backend: SandboxBackend) -> None:
     await backend.ping()
-    assert await backend.image_present(IMAGE)
-    assert not await backend.image_present("rollway-nosuch:9")
+    images = await backend.images()
+    assert IMAGE in images
+    assert "rollway-nosuch:9" not in images

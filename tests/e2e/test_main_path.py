@@ -162,7 +162,10 @@ async def test_arrow_says_what_json_says(stack: Stack) -> None:
 
 async def test_an_unknown_image_fails_the_group_with_its_name_and_the_cure(stack: Stack) -> None:
     job_id = await stack.job("image", group_size=1)
-    (group_id,) = await stack.submit(job_id, task("state", sandbox={"backend": "docker", "image": "no-such-image:7"}))
+    unknown = task("state", sandbox={"backend": "docker", "image": "no-such-image:7"})
+    reply = await stack.api.post(f"/v1/jobs/{job_id}/tasks", json={"tasks": [task("answer", tools=[], verifier=None), unknown]})
+    assert [warning["field"] for warning in reply.json()["warnings"]] == ["tasks.1.sandbox.image"]
+    group_id = reply.json()["groups"][1]["group_id"]
     group = await stack.group(group_id, "failed")
     assert "no-such-image:7" in group["reason"]
     assert "docker pull" in group["reason"]

@@ -27,7 +27,11 @@ Include = Annotated[
     str, Query(max_length=100, pattern=r"^(messages|samples)?(,(messages|samples))*$", description="messages, samples or both")
 ]
 LastEventId = Annotated[str | None, Header(alias="Last-Event-ID", max_length=100)]
-EVENT_STREAM = {"description": "server-sent events", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+EVENT_STREAM = {
+    "description": "server-sent events: `id` is `<attempt>-<index>`, `event` the kind of the journal's entry, `data` a JSON object",
+    "content": {"text/event-stream": {}},
+}
+"""Without a schema: OpenAPI 3.1 has none for the events of a stream."""
 
 
 @router.get("/{rollout_id}", summary="A rollout", responses={200: {"model": RolloutDetailAnswer}, **problem_responses(404)})
@@ -68,6 +72,7 @@ def detail(record: RolloutRecord, journal: Sequence[bytes], wanted: frozenset[st
 
 @router.get(
     "/{rollout_id}/events",
+    response_class=Response,
     summary="The journal as server-sent events, resumable",
     responses={200: EVENT_STREAM, 204: {"description": "the client has seen the end"}, **problem_responses(404, 429)},
 )

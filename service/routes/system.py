@@ -39,6 +39,11 @@ async def readyz(gateway: GatewayDep) -> Response:
 METRICS_TEXT = {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-@router.get("/metrics", responses={200: METRICS_TEXT, **problem_responses()}, summary="Prometheus (operator's key)")
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: METRICS_TEXT, **problem_responses()},
+    summary="Prometheus (operator's key)",
+)
 async def metrics(gateway: GatewayDep) -> Response:
     return Response(await gateway.metrics.render(gateway.jobs), media_type=CONTENT_TYPE)

@@ -77,6 +77,11 @@ def test_every_call_names_its_bodies_keys_and_problems(document: dict[str, Any])
         assert ("Idempotency-Key" in headers) == (method == "post"), path
 
 
+def test_what_is_no_json_does_not_say_so(document: dict[str, Any]) -> None:
+    for path, form in [("/v1/rollouts/{rollout_id}/events", "text/event-stream"), ("/metrics", "text/plain")]:
+        assert list(document["paths"][path]["get"]["responses"]["200"]["content"]) == [form]
+
+
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

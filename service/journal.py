@@ -117,6 +117,10 @@ class Stopped(Entry, frozen=True, kw_only=True, array_like=True, tag="stopped"):
     detail: str = ""
 
 
+class HandedBack(Entry, frozen=True, kw_only=True, array_like=True, tag="handed_back"):
+    """A worker left in order: nothing of this rollout was under way."""
+
+
 class Verifying(Entry, frozen=True, kw_only=True, array_like=True, tag="verifying"):
     """A verifier is about to run, in a sandbox of this name (empty: the rollout's own, or none)."""
 
@@ -142,6 +146,7 @@ AnyEntry = (
     | SandboxOpened
     | SandboxLost
     | Stopped
+    | HandedBack
     | Verifying
     | Scored
 )
@@ -213,6 +218,8 @@ class Progress:
         self.verifier_name: str | None = None
         self.stop: Stopped | None = None
         self.scored: Scored | None = None
+        self.at_rest = False
+        """The last worker left in order: no call of it can be under way."""
         for entry in entries:
             self.apply(entry)
 
@@ -228,6 +235,7 @@ class Progress:
     def apply(self, entry: AnyEntry) -> None:
         """Move by one journaled step."""
         self.length += 1
+        self.at_rest = isinstance(entry, HandedBack)
         match entry:
             case Opened(attempt=attempt, queued_s=queued_s, version=version):
                 if version > WIRE_VERSION:

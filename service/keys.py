@@ -15,6 +15,8 @@ from service.errors import NotFoundError
 
 JOBS = "rw:jobs"
 """Set of live job ids."""
+DEPLOYMENT = "rw:deployment"
+"""The id of everything that shares this store; see `Store.deployment_id`."""
 WORKERS = "rw:workers"
 """Hash worker -> msgpack (info, until)."""
 

@@ -14,7 +14,9 @@ class Settings(BaseSettings):
 
     redis_url: SecretStr | None = Field(default=None, description="Redis or Valkey; empty: an embedded Valkey in the data directory")
     data_dir: Path = Field(default=Path(".rollway"), description="embedded Valkey, made tokenizers")
-    deployment_id: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="label of our sandboxes")
+    deployment_id: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="label of our sandboxes; empty: one that the store keeps"
+    )
     allow_lossy_redis: bool = Field(default=False, description="start on a Redis that evicts or does not persist (logged)")
 
     api_keys: Annotated[dict[str, SecretStr], NoDecode] = Field(default_factory=dict, description="tenant:key,tenant2:key2")

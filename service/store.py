@@ -6,6 +6,7 @@ reply costs nothing. Every failure of Redis itself leaves here as `UnavailableEr
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -40,6 +41,8 @@ COMBINE = 256
 
 DISK_WAIT_MS = 5000
 """Longest wait for the disk. The write stands in memory by then; going on risks repeated work only, never a wrong sample."""
+
+CLOSED = RedisConnectionError("the store was closed")
 
 Argument = str | bytes | int | float
 AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError, OSError)
@@ -85,6 +88,7 @@ class Store:
         self._scripts = {file.stem: self._read(file) for file in sorted(LUA.glob("*.lua")) if file.stem != "state"}
         self._queue: list[tuple[list[Argument], asyncio.Future[int]]] = []
         self._queued = asyncio.Event()
+        self._closed = False
         self._waits_for_disk = True
 
     def _read(self, file: Path) -> Script:
@@ -113,6 +117,13 @@ class Store:
         with unavailable():
             await self.redis.ping()
 
+    async def deployment_id(self) -> str:
+        """A name that whoever shares this store has in common, and nobody else: made at the first call. Raises UnavailableError."""
+        with unavailable():
+            await self.redis.set(keys.DEPLOYMENT, secrets.token_hex(6), nx=True)
+            name: bytes = await self.redis.get(keys.DEPLOYMENT)
+        return name.decode()
+
     async def to_disk(self, job: keys.JobKeys) -> None:
         """Wait until everything that was written for `job` before this call is on the disk of its Redis.
 
@@ -137,22 +148,26 @@ class Store:
         Raises UnavailableError.
         """
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if self._closed:
+            _settle(future, CLOSED)
         self._queue.append(([len(names), *names, *args], future))
         self._queued.set()
         return await future
 
     async def send_appends(self) -> None:
-        """Serve `append` until cancelled."""
-        while True:
-            await self._queued.wait()
-            batch, self._queue = self._queue[:COMBINE], self._queue[COMBINE:]
-            if not self._queue:
-                self._queued.clear()
-            try:
+        """Serve `append` until cancelled. Whatever ends it, nobody is left waiting: appends are refused from then on."""
+        batch: list[tuple[list[Argument], asyncio.Future[int]]] = []
+        try:
+            while True:
+                await self._queued.wait()
+                batch, self._queue = self._queue[:COMBINE], self._queue[COMBINE:]
+                if not self._queue:
+                    self._queued.clear()
                 await self._send([pair for pair in batch if not pair[1].done()])
-            finally:
-                for _, future in batch:
-                    _settle(future, RedisConnectionError("the store was closed"))
+        finally:
+            self._closed = True
+            for _, future in batch + self._queue:
+                _settle(future, CLOSED)
 
     async def _send(self, batch: Sequence[tuple[list[Argument], "asyncio.Future[int]"]]) -> None:
         script = self._scripts["append"]

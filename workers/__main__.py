@@ -41,13 +41,13 @@ def set_up_logging() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-async def open_backends(settings: Settings, stack: AsyncExitStack) -> dict[str, SandboxBackend]:
+async def open_backends(settings: Settings, deployment_id: str, stack: AsyncExitStack) -> dict[str, SandboxBackend]:
     """The backends that answer here. None at all is allowed: tasks without tools need no sandbox."""
     candidates: list[SandboxBackend] = [
-        DockerBackend(deployment_id=settings.deployment_id, docker_host=settings.docker_host, max_starting=settings.max_starting)
+        DockerBackend(deployment_id=deployment_id, docker_host=settings.docker_host, max_starting=settings.max_starting)
     ]
     if settings.process_backend:
-        candidates.append(ProcessBackend(deployment_id=settings.deployment_id, root=settings.data_dir / "sandboxes"))
+        candidates.append(ProcessBackend(deployment_id=deployment_id, root=settings.data_dir / "sandboxes"))
     backends: dict[str, SandboxBackend] = {}
     for backend in candidates:
         stack.push_async_callback(backend.aclose)
@@ -66,13 +66,15 @@ async def run(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(settings))
         jobs = Jobs(store, retain_s=settings.retain_s)
+        deployment_id = settings.deployment_id or await store.deployment_id()
         resources = Resources(
             settings=settings,
             worker=f"{socket.gethostname()}-{os.getpid()}",
+            deployment_id=deployment_id,
             leases=Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts),
             groups=Groups(store, retain_s=settings.retain_s),
             contexts=await stack.enter_async_context(JobContexts(settings, jobs)),
-            backends=await open_backends(settings, stack),
+            backends=await open_backends(settings, deployment_id, stack),
             http=await stack.enter_async_context(aiohttp.ClientSession()),
             verifying=asyncio.Semaphore(settings.verify_concurrency),
             stopping=stopping,

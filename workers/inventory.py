@@ -7,14 +7,16 @@ from contextlib import AsyncExitStack
 import orjson
 
 from service.settings import Settings
+from service.store import open_store
 from workers.__main__ import open_backends
 
 
 async def inventory(settings: Settings, *, destroy: bool) -> list[dict[str, object]]:
-    """Every sandbox that carries `settings.deployment_id`, from every backend that answers here."""
+    """Every sandbox of this deployment, from every backend that answers here. Without ROLLWAY_DEPLOYMENT_ID the store is asked for it."""
     found: list[dict[str, object]] = []
     async with AsyncExitStack() as stack:
-        for backend in (await open_backends(settings, stack)).values():
+        deployment_id = settings.deployment_id or await (await stack.enter_async_context(open_store(settings))).deployment_id()
+        for backend in (await open_backends(settings, deployment_id, stack)).values():
             boxes = await backend.list()
             found += [{"backend": backend.name, "name": box.name, "age_s": box.age_s, "alive": box.alive} for box in boxes]
             if destroy:

@@ -126,9 +126,10 @@ def outcome_unknown(progress: Progress) -> bool:
     """Whether a worker that takes this journal over cannot know if a tool call ran (P5): then the attempt starts again.
 
     Calls are answered one by one, so only the first unanswered one can have been started. Calls that are answered without the sandbox
-    (not understood, `submit`) are always safe to answer again; before the sandbox is there none ran, and after a stop none runs.
+    (not understood, `submit`) are always safe to answer again; before the sandbox is there none ran, and after a stop, or once a worker
+    left in order, none runs.
     """
-    if progress.sandbox_id is None or progress.stop is not None:
+    if progress.at_rest or progress.sandbox_id is None or progress.stop is not None:
         return False
     unanswered = progress.open_calls()
     return bool(unanswered) and needs_sandbox(unanswered[0])

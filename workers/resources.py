@@ -101,6 +101,8 @@ class Resources:
     settings: Settings
     worker: str
     """This worker's name, unique among live ones."""
+    deployment_id: str
+    """On every sandbox of ours, and on no other."""
     leases: Leases
     groups: Groups
     contexts: JobContexts

@@ -203,6 +203,8 @@ class Rollout:
 
     async def _hand_back(self) -> None:
         self._keep_sandbox = True
+        if self._progress.length:
+            self._record(journal.HandedBack(at=time.time()))
         await self._flush()
         self._hold.ended = True
         await self._resources.leases.release(self._lease)
@@ -370,7 +372,7 @@ class Rollout:
 
     @property
     def _sandbox_name(self) -> str:
-        return sandbox_name(self._resources.settings.deployment_id, self._lease.rollout_id, self._lease.attempt)
+        return sandbox_name(self._resources.deployment_id, self._lease.rollout_id, self._lease.attempt)
 
     def _spec(self) -> SandboxSpec:
         labels = {

@@ -205,7 +205,7 @@ class Worker:
         for job_id in await self._jobs.ids():
             await self._resources.groups.purge(job_id)
             live |= await self._resources.leases.live_attempts(job_id)
-        deployment = self._settings.deployment_id
+        deployment = self._resources.deployment_id
         names = {sandbox_name(deployment, rollout_id, attempt) for rollout_id, attempt in live.items()}
         keep = frozenset(names | {f"{name}-v" for name in names})
         count = 0

@@ -190,6 +190,7 @@ async def measure(store: Store, settings: Settings, url: str, *, name: str, in_f
         resources = Resources(
             settings=settings,
             worker="bench",
+            deployment_id="bench",
             leases=leases,
             groups=groups,
             contexts=contexts,

@@ -34,6 +34,7 @@ async def stack(empty_redis_url: str) -> AsyncIterator[Stack]:
 def resources(stack: Stack, backend: DockerBackend, contexts: JobContexts, http: aiohttp.ClientSession, settings: Settings) -> Resources:
     return Resources(
         settings=settings,
+        deployment_id=OURS,
         worker="w1",
         leases=stack.leases,
         groups=stack.groups,
@@ -57,7 +58,7 @@ async def test_case_035_only_the_sandboxes_of_live_rollouts_stay(stack: Stack, e
     kept = {sandbox_name(OURS, held.rollout_id, 1), f"{sandbox_name(OURS, held.rollout_id, 1)}-v", sandbox_name(OURS, failed.rollout_id, 2)}
     ownerless = {sandbox_name(OURS, failed.rollout_id, 1), sandbox_name(OURS, f"{stack.job_id}-g9-r0", 1)}
     theirs = sandbox_name(THEIRS, f"{stack.job_id}-g9-r0", 1)
-    settings = Settings(redis_url=SecretStr(empty_redis_url), deployment_id=OURS)
+    settings = Settings(redis_url=SecretStr(empty_redis_url))
     async with (
         DockerBackend(deployment_id=OURS, docker_host=docker_host()) as backend,
         DockerBackend(deployment_id=THEIRS, docker_host=docker_host()) as other,

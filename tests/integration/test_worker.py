@@ -37,6 +37,7 @@ async def resources_of(stack: Stack, tokenizer: Path, **backends: Any) -> AsyncI
         yield Resources(
             settings=settings,
             worker="w1",
+            deployment_id="test",
             leases=stack.leases,
             groups=stack.groups,
             contexts=contexts,

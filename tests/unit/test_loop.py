@@ -105,6 +105,7 @@ def test_case_065_outcome_unknown(calls: list[Call], answered: list[str], unknow
     assert not outcome_unknown(Progress(entries))  # no sandbox, so nothing ran in it
     opened = [*entries, journal.SandboxOpened(at=0.0, id="s", seconds=0.1)]
     assert outcome_unknown(Progress(opened)) is unknown
+    assert not outcome_unknown(Progress([*opened, journal.HandedBack(at=0.0)]))
     assert not outcome_unknown(Progress([*opened, journal.Stopped(at=0.0, reason="submitted")]))
 
 

@@ -79,7 +79,7 @@ class DockerRunning:
             raise EngineError(f"the runtime could not start a command: {text or 'no reason given'}", status=0)
 
     async def close(self) -> None:
-        await self._stream.close()
+        _let_go(self._stream)
 
 
 class DockerCarrier:
@@ -120,7 +120,7 @@ class DockerCarrier:
                 await stream.write_in(before + line.encode())
                 return await _answer(stream, nonce.encode())
             finally:
-                await stream.close()
+                _let_go(stream)
 
     async def health(self) -> Health:
         try:
@@ -149,6 +149,18 @@ class DockerCarrier:
                 await asyncio.sleep(_REMOVE_PAUSE_S * attempt)
 
 
+def _let_go(stream: Stream) -> None:
+    """Close a stream for good. aiodocker's own close asserts a connection that may be gone, and one that waits for a reader stays open."""
+    response = stream._resp
+    connection = response.connection if response is not None else None
+    transport = connection.transport if connection is not None else None
+    stream._closed = True
+    if response is not None:
+        response.close()
+    if transport is not None:
+        transport.abort()
+
+
 async def _opened(made: Exec) -> Stream:
     """The command's stream, which the caller closes; closed here where it does not come about."""
     stream = made.start(detach=False)
@@ -158,7 +170,7 @@ async def _opened(made: Exec) -> Stream:
         entered = True
     finally:
         if not entered:
-            await stream.close()
+            _let_go(stream)
     return stream
 
 

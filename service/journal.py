@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from service.records import FinishReason, StopReason, VersionSpan
+from service.records import FinishReason, Generation, StopReason
 
 WIRE_VERSION = 1
 """Written in `Opened`; a reader refuses a journal of a version it does not know."""
@@ -59,12 +59,13 @@ class Generated(Entry, frozen=True, kw_only=True, array_like=True, tag="generate
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A tool call as it was understood. `error` set: answered in its place, never run. arguments: JSON."""
+    """A tool call as it was understood. arguments: JSON. `error` set: answered in its place, never run; `raw`: what was sampled, cut."""
 
     id: str
     name: str
     arguments: str | None
     error: str | None = None
+    raw: str = ""
 
 
 class Replied(Entry, frozen=True, kw_only=True, array_like=True, tag="replied"):
@@ -176,8 +177,19 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
-def spans_of(entry: Generated) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(version=v, lineage=lin, start=s, end=e) for v, lin, s, e in entry.spans)
+def generated(generation: Generation, *, at: float, discard_cut: bool) -> Generated:
+    """The entry of a generation. discard_cut: a cut one cannot be continued, since its sampling state would start anew."""
+    return Generated(
+        at=at,
+        token_ids=pack_ids(generation.token_ids),
+        logprobs=pack_logprobs(generation.logprobs),
+        spans=[(span.version, span.lineage, span.start, span.end) for span in generation.spans],
+        finish=generation.finish,
+        generator=generation.generator,
+        seconds=generation.seconds,
+        cached_tokens=generation.cached_tokens,
+        discarded=discard_cut and generation.finish is FinishReason.ABORT,
+    )
 
 
 class Progress:
@@ -313,17 +325,20 @@ class Progress:
 
 
 def assistant_message(reply: Replied) -> dict[str, Any]:
-    """The OpenAI form of a reply; a call that could not be parsed is left in no list, its text stays in the ids only."""
+    """The OpenAI form of a reply; calls that could not be understood stand apart, where no chat template looks."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in reply.calls
-        if call.arguments is not None
+        if call.error is None
     ]
     if calls:
         message["tool_calls"] = calls
+    refused = [{"id": call.id, "raw": call.raw, "error": call.error} for call in reply.calls if call.error is not None]
+    if refused:
+        message["invalid_tool_calls"] = refused
     return message
 
 

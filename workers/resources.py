@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
 """How old a job's version and generators may be: a version read late is only a lower bound, which is what it is used for."""
 
+MAX_UNWELL = 16
+"""Generators of one job that a heartbeat names."""
+
 
 @dataclass(slots=True)
 class JobContext:
@@ -85,6 +88,18 @@ class JobContexts:
         if record.spec.generators != context.record.spec.generators:
             context.pool.update(record.spec.generator_specs)
         context.record, context.read_at = record, time.monotonic()
+
+    def unwell(self) -> dict[str, list[str]]:
+        """Per job, what is wrong with its generators that do not answer this worker: calls wait for them."""
+        return {
+            job_id: problems
+            for job_id, context in self._contexts.items()
+            if (
+                problems := [f"{each['url']}: {each['last_error'][:300]}" for each in context.pool.status() if not each["well"]][
+                    :MAX_UNWELL
+                ]
+            )
+        }
 
     async def forget(self, job_ids: frozenset[str]) -> None:
         """Close the contexts of jobs that are not in `job_ids` any more."""

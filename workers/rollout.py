@@ -5,18 +5,16 @@ verdict); and a rollout leaves this module exactly one way: finished, restarted,
 """
 
 import asyncio
-import json
+import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxLostError, SandboxSpec, SandboxSpecError
+from sandboxes.base import Sandbox, SandboxError
 from service import journal
 from service.errors import (
     GeneratorError,
@@ -30,40 +28,27 @@ from service.errors import (
 )
 from service.journal import AnyEntry, Progress
 from service.leases import Ended, Lease
-from service.records import FinishReason, Generation, StopReason, TaskSpec
+from service.records import FinishReason, StopReason, TaskSpec
 from workers import metrics
+from workers.attempt_sandbox import AttemptSandbox
 from workers.encoding import off_loop
+from workers.endings import DESTROYED, HandBackError, RestartError, because
 from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step, outcome_unknown
 from workers.resources import JobContext, Resources
-from workers.tools import error_observation, run_call, sandbox_spec, tool_specs
+from workers.tools import error_observation, run_call, tool_specs
 from workers.verifier import Verdict, verify
 
 logger = logging.getLogger(__name__)
-
-TEARDOWN_S = 60.0
-"""Removing a sandbox is shielded from cancellation for this long; past it the sweep takes over."""
 
 MAX_EMPTY_ABORTS = 300
 EMPTY_ABORT_PAUSE_S = 2.0
 """Together about ten minutes: longer than a weight update takes."""
 
+MAX_RAW_CHARS = 2000
+"""Of a call that could not be understood, kept for people to read."""
 
 MAX_EXPIRIES = 10
 """An attempt whose lease ran out this often may be what kills its workers: it ends, and its journal with it."""
-
-
-class HandBackError(Exception):
-    """The worker is leaving: the rollout goes back as it stands."""
-
-
-class RestartError(Exception):
-    """This attempt is over, and why. `retry`: a new one may do better. `counts`: it is one of the rollout's `max_attempts`."""
-
-    def __init__(self, reason: str, *, retry: bool, counts: bool = True) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retry = retry
-        self.counts = counts
 
 
 @dataclass(slots=True)
@@ -87,7 +72,7 @@ async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
         context = await resources.contexts.get(lease.job_id)
         await Rollout(lease, task, context, resources, hold).run()
     except LeaseLostError:
-        logger.warning("lease of %s lost; another worker has it", lease.rollout_id)
+        logger.info("%s is no longer ours", lease.rollout_id)
     except NotFoundError:
         logger.info("%s is gone", lease.rollout_id)
     except UnavailableError as error:
@@ -122,10 +107,8 @@ class Rollout:
         self._tools = tool_specs(task)
         self._progress = Progress()
         self._unwritten: list[AnyEntry] = []
-        self._sandbox: Sandbox | None = None
+        self._sandbox = AttemptSandbox(lease, task, resources)
         self._empty_aborts = 0
-        self._keep_sandbox = False
-        """Set when someone else owns the sandbox, or will resume in it."""
 
     # ------------------------------------------------------------------------------------------------------------------ life
 
@@ -147,16 +130,16 @@ class Rollout:
         except TaskFaultError as error:
             await self._restart(RestartError(f"task: {error}", retry=False))
         except LeaseLostError:
-            self._keep_sandbox = not await self._nobodys()
+            self._sandbox.keep = not await self._nobodys()
             raise
         except UnavailableError:
-            self._keep_sandbox = True
+            self._sandbox.keep = True
             raise
         except asyncio.CancelledError:
-            self._keep_sandbox = not (self._hold.cancelled or self._hold.ended)
+            self._sandbox.keep = not (self._hold.cancelled or self._hold.ended)
             raise
         finally:
-            await self._leave_sandbox()
+            await self._sandbox.leave()
 
     async def _resume(self) -> None:
         entries = await self._resources.leases.journal(self._lease.rollout_id) if self._lease.resumed else []
@@ -168,7 +151,8 @@ class Rollout:
                 await self._open_sandbox()
             return
         if self._progress.sandbox_id is not None:
-            await self._attach(self._progress.sandbox_id)  # first: the sandbox of an attempt that is given up here goes at once
+            # first: the sandbox of an attempt that is given up here goes at once
+            await self._sandbox.attach(self._progress.sandbox_id, needed=self._progress.scored is None)
         crashed = self._lease.expiries > 0  # a worker that left in order is nobody's fault
         if outcome_unknown(self._progress):
             raise RestartError("a tool call's outcome is unknown after its worker was lost", retry=True, counts=crashed)
@@ -202,7 +186,7 @@ class Rollout:
         logger.info("%s ended: %s, reward %s; group %s", self._lease.rollout_id, reason, progress.scored.reward, state)
 
     async def _hand_back(self) -> None:
-        self._keep_sandbox = True
+        self._sandbox.keep = True
         if self._progress.length:
             self._record(journal.HandedBack(at=time.time()))
         await self._flush()
@@ -283,7 +267,7 @@ class Rollout:
             await self._nothing_sampled()
             return
         self._empty_aborts = 0
-        self._record(self._generated(generation))
+        self._record(journal.generated(generation, at=time.time(), discard_cut=self._task.sampling.restarts))
         metrics.tokens.inc(len(generation.token_ids))
         metrics.generate_seconds.observe(generation.seconds)
 
@@ -294,29 +278,16 @@ class Rollout:
             raise RestartError(f"generator: aborted {self._empty_aborts} times without a token", retry=True)
         await asyncio.sleep(min(0.05 * self._empty_aborts, EMPTY_ABORT_PAUSE_S))
 
-    def _generated(self, generation: Generation) -> journal.Generated:
-        cut = generation.finish is FinishReason.ABORT
-        return journal.Generated(
-            at=time.time(),
-            token_ids=journal.pack_ids(generation.token_ids),
-            logprobs=journal.pack_logprobs(generation.logprobs),
-            spans=[(span.version, span.lineage, span.start, span.end) for span in generation.spans],
-            finish=generation.finish,
-            generator=generation.generator,
-            seconds=generation.seconds,
-            cached_tokens=generation.cached_tokens,
-            discarded=cut and self._task.sampling.restarts,
-        )
-
     def _parse(self, *, cut: bool) -> None:
         parsed = self._context.chat.parse(self._progress.turn_ids(), self._tools, cut=cut)
-        turn = self._progress.turns
+        sampled = hashlib.blake2b(journal.pack_ids(self._progress.turn_ids()), digest_size=6).hexdigest()
         calls = [
             journal.Call(
-                id=f"call_{turn}_{index}",
+                id=f"call_{self._progress.turns}_{index}_{sampled}",  # sampled anew, the same turn has other calls (P5)
                 name=call.name,
                 arguments=None if call.arguments is None else msgspec.json.encode(call.arguments).decode(),
                 error=call.error,
+                raw="" if call.error is None else call.raw[:MAX_RAW_CHARS],
             )
             for index, call in enumerate(parsed.calls)
         ]
@@ -330,17 +301,13 @@ class Rollout:
         if not needs_sandbox(call):
             self._record(journal.Observed(at=time.time(), call_id=call.id, name=call.name, text="submitted", submitted=True))
             return
-        if self._sandbox is None:
-            await self._open_sandbox()
+        sandbox = self._sandbox.live or await self._open_sandbox()
         await self._flush()
-        assert self._sandbox is not None
         left_s = max(1.0, self._task.limits.wall_s - self._progress.wall_s)
         try:
-            observed = await run_call(self._sandbox, self._task, call, timeout_s=min(self._task.limits.tool_s, left_s))
-        except SandboxLostError as error:
-            await self._sandbox_lost(error)
+            observed = await run_call(sandbox, self._task, call, timeout_s=min(self._task.limits.tool_s, left_s))
         except SandboxError as error:
-            raise RestartError(f"sandbox: {error}", retry=True) from error
+            self._sandbox_failed(error)
         else:
             metrics.tool_seconds.observe(observed.seconds)
             self._record(observed)
@@ -362,56 +329,21 @@ class Rollout:
 
     # --------------------------------------------------------------------------------------------------------------- sandbox
 
-    @property
-    def _backend(self) -> SandboxBackend:
-        name = self._task.sandbox.backend
-        backend = self._resources.backends.get(name)
-        if backend is None:
-            raise RestartError(f"sandbox.backend {name!r} is not offered by this worker", retry=False)
-        return backend
-
-    @property
-    def _sandbox_name(self) -> str:
-        return sandbox_name(self._resources.deployment_id, self._lease.rollout_id, self._lease.attempt)
-
-    def _spec(self) -> SandboxSpec:
-        labels = {
-            "tenant": self._lease.tenant,
-            "job": self._lease.job_id,
-            "rollout": self._lease.rollout_id,
-            "attempt": str(self._lease.attempt),
-        }
-        return sandbox_spec(self._task, labels=labels, start_s=self._resources.settings.sandbox_start_s)
-
-    async def _open_sandbox(self) -> None:
-        name = self._sandbox_name
-        self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=name))
+    async def _open_sandbox(self) -> Sandbox:
+        self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=self._sandbox.name))
         await self._flush()
-        try:
-            self._sandbox = await self._backend.create(self._spec(), name=name)
-        except SandboxSpecError as error:
-            raise RestartError(f"task: the sandbox cannot start: {error}", retry=False) from error
-        except SandboxError as error:
-            raise RestartError(f"sandbox: {error}", retry=True) from error
-        self._record(journal.SandboxOpened(at=time.time(), id=self._sandbox.id, seconds=self._sandbox.start_seconds))
+        sandbox = await self._sandbox.create()
+        self._record(journal.SandboxOpened(at=time.time(), id=sandbox.id, seconds=sandbox.start_seconds))
         await self._flush()
-        metrics.sandbox_seconds.observe(self._sandbox.start_seconds)
+        return sandbox
 
-    async def _attach(self, sandbox_id: str) -> None:
-        try:
-            self._sandbox = await self._backend.attach(sandbox_id)
-        except SandboxError as error:
-            if self._progress.scored is None:
-                raise RestartError(f"sandbox: lost with its worker: {error}", retry=True) from error
-
-    async def _sandbox_lost(self, error: SandboxLostError) -> None:
+    def _sandbox_failed(self, error: SandboxError) -> None:
         """P6: what the model's own commands destroyed is tried once more; the second time it is the model's answer."""
-        if not error.by_command:
-            raise RestartError(f"sandbox: {error}", retry=True) from error
-        if self._lease.sandbox_losses == 0:
-            raise RestartError("sandbox_destroyed", retry=True) from error
+        end = because(error, what="the sandbox")
+        if end.reason != DESTROYED or self._lease.sandbox_losses == 0:
+            raise end from error
         now = time.time()
-        detail = json.dumps({"reason": "sandbox_destroyed", "message": str(error)[:500]})
+        detail = msgspec.json.encode({"reason": DESTROYED, "message": str(error)[:500]}).decode()
         self._record(
             journal.SandboxLost(at=now, detail=str(error)[:500]),
             journal.Stopped(at=now, reason=StopReason.SANDBOX_DESTROYED),
@@ -428,68 +360,35 @@ class Rollout:
             return False
         return record.attempt != self._lease.attempt or record.state in ("cancelled", "failed", "ended")
 
-    async def _leave_sandbox(self) -> None:
-        if self._sandbox is not None and not self._keep_sandbox:
-            await destroy(self._sandbox)
-
     # ---------------------------------------------------------------------------------------------------------------- verdict
 
     async def _verify(self) -> None:
         fresh = self._task.verifier is not None and getattr(self._task.verifier, "sandbox", "fresh") == "fresh"
-        self._record(journal.Verifying(at=time.time(), name=f"{self._sandbox_name}-v" if fresh else ""))
+        self._record(journal.Verifying(at=time.time(), name=f"{self._sandbox.name}-v" if fresh else ""))
         await self._flush()
         started = time.monotonic()
-        verdict = await self._verdict()
+        try:
+            verdict = await self._verdict()
+        except SandboxError as error:
+            self._sandbox_failed(error)
+            return
         detail = msgspec.json.encode(verdict.detail).decode()
         self._record(journal.Scored(at=time.time(), reward=verdict.reward, detail=detail, seconds=time.monotonic() - started))
 
     async def _verdict(self) -> Verdict:
+        """Raises SandboxError: the sandbox failed, whoever's doing that was."""
         messages: list[dict[str, Any]] = [m.model_dump(exclude_none=True) for m in self._task.messages] + self._progress.messages
         try:
             async with self._resources.verifying:
                 return await verify(
                     self._task,
-                    sandbox=self._sandbox,
-                    open_fresh=self._fresh_sandbox,
+                    sandbox=self._sandbox.live,
+                    open_fresh=self._sandbox.fresh,
                     trajectory_messages=messages,
                     http=self._resources.http,
                     stop_reason=self._progress.stop_reason,
                 )
         except TaskFaultError as error:
             raise RestartError(f"task: {error}", retry=False) from error
-        except SandboxSpecError as error:
-            raise RestartError(f"task: the verifier's sandbox cannot start: {error}", retry=False) from error
-        except (SandboxError, VerifierUnavailableError) as error:
+        except VerifierUnavailableError as error:
             raise RestartError(f"verifier: {error}", retry=True) from error
-
-    @asynccontextmanager
-    async def _fresh_sandbox(self) -> AsyncIterator[Sandbox]:
-        sandbox = await self._backend.create(self._spec(), name=f"{self._sandbox_name}-v")
-        try:
-            yield sandbox
-        finally:
-            await destroy(sandbox)
-
-
-def sandbox_name(deployment_id: str, rollout_id: str, attempt: int) -> str:
-    """The name a rollout's sandbox has before it exists, so that a lost reply or a dead worker leaves nothing unknown."""
-    return f"rw-{deployment_id}-{rollout_id}-a{attempt}"
-
-
-async def destroy(sandbox: Sandbox) -> None:
-    """Remove it whatever happens to us; what cannot be removed now is the sweep's."""
-    removal = asyncio.ensure_future(_destroy(sandbox))
-    try:
-        await asyncio.shield(removal)
-    except asyncio.CancelledError:
-        await removal
-        raise
-
-
-async def _destroy(sandbox: Sandbox) -> None:
-    try:
-        async with asyncio.timeout(TEARDOWN_S):
-            await sandbox.destroy()
-    except (SandboxError, TimeoutError) as error:
-        metrics.leaks.inc()
-        logger.warning("sandbox %s not removed, left to the sweep: %s", sandbox.id, error)

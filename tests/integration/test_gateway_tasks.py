@@ -163,6 +163,16 @@ async def test_cancelling_is_idempotent(gateway: RunningGateway, client: httpx.A
     assert await play(gateway.leases, job_id) == 0
 
 
+@pytest.mark.parametrize("tail", ["-g9", "-g9-r0", "-g9-r7"])
+async def test_what_is_not_there_is_named_as_it_was_asked_for(client: httpx.AsyncClient, job_id: str, tail: str) -> None:
+    kind = "rollouts" if "-r" in tail else "groups"
+    answers = [await client.post(f"/v1/{kind}/{job_id}{tail}/cancel")]
+    if kind == "rollouts":
+        answers += [await client.get(f"/v1/rollouts/{job_id}{tail}{rest}") for rest in ("", "/events")]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["detail"]) == (404, f"there is no '{job_id}{tail}'")
+
+
 async def test_only_a_list_of_tasks_may_be_large(client: httpx.AsyncClient, job_id: str) -> None:
     blank = b" " * (SMALL_BYTES + 1)
     for method, path in [("POST", "/v1/jobs"), ("PATCH", f"/v1/jobs/{job_id}"), ("POST", f"/v1/jobs/{job_id}/batches")]:

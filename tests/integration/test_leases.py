@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from service.errors import BusyError, LeaseLostError, NotFoundError
+from service.errors import BusyError, ConflictError, LeaseLostError, NotFoundError
 from service.journal import Opened, SandboxOpened
+from service.keys import JobKeys
 from service.records import GroupState
 from tests.store_stack import Stack, ended, store_at, task
 
@@ -197,16 +198,15 @@ async def test_attempts_that_do_not_count_are_bounded_all_the_same(stack: Stack)
     assert outcome == "group_failed"
 
 
-@pytest.mark.parametrize("when", ["queued", "running", "ready", "leased"])
+@pytest.mark.parametrize("when", ["queued", "running", "ready"])
 async def test_cancel_at_any_time_frees_the_place_at_once(stack: Stack, when: str) -> None:
     await stack.open_job()
     [group] = await stack.submit(1)
     leases = await stack.take() if when != "queued" else []
     for lease in leases:
         await stack.open_journal(lease)
-    if when in ("ready", "leased"):
+    if when == "ready":
         await stack.finish_all(leases)
-    batch = await stack.batch(1) if when == "leased" else None
     rollout = f"{group}-r0"
     record = await stack.groups.cancel_rollout(rollout)
     assert record == await stack.groups.cancel_rollout(rollout)
@@ -214,13 +214,31 @@ async def test_cancel_at_any_time_frees_the_place_at_once(stack: Stack, when: st
     counts = await stack.jobs.counts(stack.job_id)
     assert (counts.cancelled, counts.charged, counts.in_flight_rollouts, counts.leased, counts.ready) == (1, 0, 0, 0, 0)
     assert not any(name.startswith("t:") for name in await stack.job_keys())
-    if batch is not None:
-        assert (await stack.batches.get(batch.batch_id)).groups == []
-        await stack.batches.ack(batch.batch_id)
     with pytest.raises(NotFoundError):
         await stack.groups.rollout(f"{group}-r2")
     with pytest.raises(NotFoundError):
         await stack.groups.task(group)
+
+
+async def test_what_the_trainer_holds_is_not_cancelled(stack: Stack) -> None:
+    await stack.open_job()
+    [group] = await stack.make_ready(1)
+    batch = await stack.batch(1)
+    for cancel in (stack.groups.cancel(group), stack.groups.cancel_rollout(f"{group}-r0")):
+        with pytest.raises(ConflictError, match=f"{batch.batch_id}.* release or ack"):
+            await cancel
+    assert await stack.batches.get(batch.batch_id) == batch
+    await stack.batches.release(batch.batch_id)
+    assert (await stack.groups.cancel(group)).state is GroupState.CANCELLED
+    await stack.batches.ack(batch.batch_id)  # late: what was cancelled since is no obstacle
+
+
+async def test_a_batch_whose_lease_ran_out_does_not_hold_its_groups(stack: Stack) -> None:
+    await stack.open_job()
+    [group] = await stack.make_ready(1)
+    batch = await stack.batch(1)
+    await stack.store.redis.zadd(JobKeys(stack.job_id).batch_leases, {batch.batch_id: 1.0})
+    assert (await stack.groups.cancel(group)).state is GroupState.CANCELLED
 
 
 async def test_list_pages_through_states(stack: Stack) -> None:

@@ -21,6 +21,7 @@ from service.errors import FieldProblem, InvalidError, TaskFaultError
 from service.fast_tokenizer import FastTokenizer, markers_of
 from service.plain_text import PlainText
 from service.settings import Settings
+from service.tokenizers import quiet_transformers
 
 __all__ = ["ChatModel", "Parsed", "ParsedCall", "load_chat_model", "renderer_names"]
 
@@ -79,6 +80,7 @@ def _load(source: str, renderer: str) -> ChatModel:
 
 
 def _load_stock(source: str) -> Any:
+    quiet_transformers()
     from transformers import AutoTokenizer  # seconds to import: only processes that need a tokenizer pay
 
     try:

@@ -32,6 +32,11 @@ _CONFIG = {
 }
 
 
+def quiet_transformers() -> None:
+    """Before the first import of `transformers`, which else advises every process to install PyTorch: nothing here needs it."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def make_qwen3(folder: Path) -> Path:
     """Write `tokenizer.json` and `tokenizer_config.json` of Qwen3 into `folder` (about 4 s, 18 MB); a made one is left as it is.
 
@@ -54,6 +59,7 @@ def make_qwen3(folder: Path) -> Path:
 
 
 def _write_qwen3(folder: Path) -> None:
+    quiet_transformers()
     from tokenizers import AddedToken, Tokenizer  # imports of seconds: only who makes a tokenizer pays them
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

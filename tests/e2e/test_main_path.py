@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -41,6 +43,7 @@ POLICY: dict[str, Any] = {
              call("bash", command="cat /work/a.txt; mv /work/a.txt /work/done"), call("submit")),
         rule("do custom.", call("count", word="hello"), "That is it."),
         rule("do answer.", "42"),
+        rule("How many lines", call("lines", path="/work/data.txt"), call("bash", command="echo 2 > /work/answer"), call("submit")),
         rule("do slow.", call("bash", command="sleep 30"), call("submit")),
     ],
     "default": [[{"text": "I do not know.", "weight": 1.0}]],
@@ -144,6 +147,18 @@ async def test_a_custom_tool_gets_its_arguments_on_stdin(stack: Stack) -> None:
     await stack.group(group_id, "ready")
     observations = [m["content"] for m in await messages(stack, group_id) if m["role"] == "tool"]
     assert observations[0].startswith("5")
+
+
+async def test_the_readmes_task(stack: Stack) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = json.loads(readme.partition("```json\n")[2].partition("```")[0])
+    job_id = await stack.job("readme", group_size=1)
+    (group_id,) = await stack.submit(job_id, shown)
+    batch = await stack.batch(job_id, 1)
+    ((trajectory, _),) = flat(batch)
+    assert (trajectory["reward"], trajectory["stop_reason"]) == (1.0, "submitted")
+    observations = [m["content"] for m in await messages(stack, group_id) if m["role"] == "tool"]
+    assert observations[0].startswith("2")
 
 
 async def test_arrow_says_what_json_says(stack: Stack) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service import keys
-from service.errors import BusyError, TooLargeError
+from service.errors import BusyError, ConflictError, NotFoundError, TooLargeError
 from service.records import GroupState, Outcome, TaskSpec
 from service.store import Store, unavailable
 from service.stored import GroupFields, RolloutFields, decode_group, decode_rollout
@@ -136,24 +136,37 @@ class Groups:
         return TaskSpec.model_validate_json(zlib.decompress(blob))
 
     async def cancel(self, group_id: str) -> GroupRecord:
-        """End the group as cancelled, unless it has ended. Raises NotFoundError."""
+        """End the group as cancelled, unless it has ended.
+
+        Raises:
+            NotFoundError: no such group.
+            ConflictError: it is in a batch that the trainer holds.
+        """
         group = await self.get(group_id)
         job = keys.JobKeys(group.job_id)
         reply = await self._store.script("cancel")(job, [group_id], journals=job.journals(group_id, group.size))
         if reply["status"] == "missing":
             raise keys.missing(group_id)
+        if reply["status"] == "leased":
+            raise ConflictError(
+                f"group {group_id} is in batch {reply['batch_id']}, which the trainer holds; release or ack that batch first. "
+                "Nothing was changed"
+            )
         await self._store.to_disk(job)
         return await self.get(group_id)
 
     async def cancel_rollout(self, rollout_id: str) -> RolloutRecord:
-        """Cancel the rollout and with it its group, whose rewards could no longer be compared. Raises NotFoundError."""
+        """Cancel the rollout and with it its group, whose rewards could no longer be compared. Raises as `cancel`."""
         await self.rollout(rollout_id)
         await self.cancel(keys.group_of(rollout_id))
         return await self.rollout(rollout_id)
 
     async def rollout(self, rollout_id: str) -> RolloutRecord:
         """Raises NotFoundError."""
-        group = await self.get(keys.group_of(rollout_id))
+        try:
+            group = await self.get(keys.group_of(rollout_id))
+        except NotFoundError:
+            raise keys.missing(rollout_id) from None
         index = keys.index_of(rollout_id)
         if index >= group.size:
             raise keys.missing(rollout_id)

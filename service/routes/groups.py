@@ -50,6 +50,7 @@ async def get_group(job_id: str, group_id: str, gateway: GatewayDep, tenant: Ten
 @router.post(
     "/groups/{group_id}/cancel",
     summary="Cancel a group; again changes nothing",
+    description="409 while the trainer holds the group in a batch.",
     openapi_extra=takes(EmptyBody, required=False),
     responses={200: {"model": GroupAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )

@@ -89,6 +89,7 @@ async def get_events(rollout_id: str, gateway: GatewayDep, tenant: Tenant, last_
 @router.post(
     "/{rollout_id}/cancel",
     summary="Cancel a rollout and with it its group, whose rewards can no longer be compared",
+    description="409 while the trainer holds the group in a batch.",
     openapi_extra=takes(EmptyBody, required=False),
     responses={200: {"model": RolloutAnswer}, **problem_responses(400, 404, 409, 413, 415, 429)},
 )

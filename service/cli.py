@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service.errors import RollwayError
-from service.settings import Settings
+from service.settings import PREFIX, Settings, is_secret, unknown_settings
 
 main = typer.Typer(
     name="rollway",
@@ -38,13 +38,20 @@ Port = Annotated[int, typer.Option(help="0: any free port", min=0, max=65_535)]
 
 def read_settings() -> Settings:
     """The settings from the environment; a wrong one ends the command with its name and cure."""
+    for message in unknown_settings(os.environ):
+        typer.echo(message, err=True)
     try:
         return Settings()
     except ValidationError as error:
-        for details in error.errors(include_url=False, include_input=False):
-            name = f"ROLLWAY_{'_'.join(str(part) for part in details['loc'][:1]).upper()}"
-            typer.echo(f"{name}: {details['msg'].removeprefix('Value error, ')}", err=True)
+        for details in error.errors(include_url=False):
+            typer.echo(wrong_setting(str(details["loc"][0]), details["msg"], details["input"]), err=True)
         raise typer.Exit(2) from None
+
+
+def wrong_setting(name: str, problem: str, value: object) -> str:
+    """What is wrong with a setting, and its value unless that is a secret."""
+    given = "" if is_secret(name) else f" (it is {str(value)[:200]!r})"
+    return f"{PREFIX}{name.upper()}: {problem.removeprefix('Value error, ')}{given}"
 
 
 def set_up_logging() -> None:
@@ -166,7 +173,7 @@ def show_config() -> None:
     settings = read_settings()
     table = Table("setting", "value", "from", "what")
     for name, field in Settings.model_fields.items():
-        variable = f"ROLLWAY_{name.upper()}"
+        variable = PREFIX + name.upper()
         origin = "environment" if name in settings.model_fields_set else "default"
         table.add_row(variable, shown(getattr(settings, name)), origin, field.description or "")
     Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -19,6 +19,7 @@
   + TaskFaultError            the task itself is broken (its setup or verifier): the group fails with this reason
   + MisalignedTokensError     a bug of ours or a lying engine; never exported
   + StoreRefusedError         this Redis would lose data: refused at start, with the cure
+  + PortRefusedError          nothing can listen there: refused at start, with the cure
 """
 
 from collections.abc import Sequence
@@ -133,3 +134,7 @@ class MisalignedTokensError(RollwayError):
 
 class StoreRefusedError(RollwayError):
     """The Redis behind `ROLLWAY_REDIS_URL` is set up to lose data."""
+
+
+class PortRefusedError(RollwayError):
+    """The address to listen on is taken, or is none of ours."""

@@ -20,6 +20,7 @@ import uvicorn
 from service.app import create_app
 from service.auth import is_loopback
 from service.errors import UnauthorizedError
+from service.ports import listening
 from service.settings import Settings
 from service.store import open_store
 
@@ -75,6 +76,7 @@ async def serve(settings: Settings, *, host: str, port: int, workers: int, say: 
 
     Raises:
         UnauthorizedError: no keys are configured and `host` is not loopback: anyone could run commands here.
+        PortRefusedError: the port is in use.
         StoreRefusedError: the Redis would lose data.
         UnavailableError: it does not answer.
     """
@@ -84,8 +86,6 @@ async def serve(settings: Settings, *, host: str, port: int, workers: int, say: 
         app = create_app(settings, host=host, store=store, stopping=stopping)
         config = uvicorn.Config(
             app,
-            host=host,
-            port=port,
             http="httptools",
             access_log=False,
             log_config=None,
@@ -97,8 +97,9 @@ async def serve(settings: Settings, *, host: str, port: int, workers: int, say: 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.leave)
         children = WorkerProcesses([worker_environment(settings, store.url, n) for n in range(workers)], leave_s=settings.grace_s + LEAVE_S)
+        sockets = await asyncio.to_thread(listening, host, port)
         async with children.running(stopping):
-            await server.serve()
+            await server.serve(sockets=sockets)
             stopping.set()
 
 

@@ -1,16 +1,25 @@
 """Settings, read from the environment once, at the roofs (`rollway`, `python -m workers`, the Modal app), and passed down."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+PREFIX = "ROLLWAY_"
+
+OF_SCRIPTS = ("CALL", "DEBIAN_MIRROR", "DOCKER_GID", "GENERATOR_PORT", "IMAGE", "MODEL", "NEED_DOCKER", "PORT", "REDIS_IMAGE")
+"""Variables with our prefix that the scripts in deploy/ and .ci/ read, and what commands in sandboxes are marked with."""
+
+FAMILIES_OF_SCRIPTS = ("DEMO_", "SGLANG_", "TEST_")
+
 
 class Settings(BaseSettings):
     """One name each, prefix `ROLLWAY_`; lists are separated by commas."""
 
-    model_config = SettingsConfigDict(env_prefix="ROLLWAY_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     redis_url: SecretStr | None = Field(default=None, description="Redis or Valkey; empty: an embedded Valkey in the data directory")
     data_dir: Path = Field(default=Path(".rollway"), description="embedded Valkey, made tokenizers")
@@ -61,3 +70,23 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def unknown_settings(environ: Iterable[str]) -> list[str]:
+    """A message for each variable with our prefix that nothing reads: most likely a slip of the pen."""
+    known = [PREFIX + name.upper() for name in Settings.model_fields]
+    messages = []
+    for name in sorted(environ):
+        rest = name.upper().removeprefix(PREFIX)
+        if not name.upper().startswith(PREFIX) or name.upper() in known or rest in OF_SCRIPTS or rest.startswith(FAMILIES_OF_SCRIPTS):
+            continue
+        close = difflib.get_close_matches(name.upper(), known, n=1)
+        cure = f"did you mean {close[0]}?" if close else "`rollway config show` lists them"
+        messages.append(f"{name} is no setting; {cure}")
+    return messages
+
+
+def is_secret(name: str) -> bool:
+    """Whether the setting `name` must never be shown."""
+    field = Settings.model_fields.get(name)
+    return field is None or "SecretStr" in repr(field.annotation)

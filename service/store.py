@@ -42,6 +42,8 @@ COMBINE = 256
 DISK_WAIT_MS = 5000
 """Longest wait for the disk. The write stands in memory by then; going on risks repeated work only, never a wrong sample."""
 
+AWAY_CURE = "Start it, correct the URL, or unset the setting for an embedded Valkey in ROLLWAY_DATA_DIR"
+
 CLOSED = RedisConnectionError("the store was closed")
 
 Argument = str | bytes | int | float
@@ -239,13 +241,23 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
         else:
             url = (await stack.enter_async_context(EmbeddedValkey.open(settings.data_dir / "valkey"))).url
         retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 3)
-        pool = connection_pool(url, max_connections=MAX_CONNECTIONS, health_check_interval=30, retry=retry)
+        try:
+            pool = connection_pool(url, max_connections=MAX_CONNECTIONS, health_check_interval=30, retry=retry)
+        except ValueError:  # its text may hold the password
+            raise StoreRefusedError(
+                "ROLLWAY_REDIS_URL is no URL of a Redis: redis://host:port, rediss://host:port or unix:///path"
+            ) from None
         client = redis.asyncio.Redis(connection_pool=pool)
         stack.push_async_callback(pool.disconnect)
         store = Store(client, url)
-        with unavailable():
-            await _check(store, lossy=settings.allow_lossy_redis)
-            await store.load()
+        try:
+            with unavailable():
+                await _check(store, lossy=settings.allow_lossy_redis)
+                await store.load()
+        except UnavailableError as error:
+            if settings.redis_url is None:
+                raise
+            raise UnavailableError(f"the Redis of ROLLWAY_REDIS_URL does not serve: {error}. {AWAY_CURE}", retry_after_s=1.0) from error
         sender = asyncio.create_task(store.send_appends(), name="store-appends")
         try:
             yield store

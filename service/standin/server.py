@@ -14,6 +14,7 @@ import orjson
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from service.ports import listening
 from service.standin.control import NOTICE, Control, error_bodies
 from service.standin.engine import DuplicateRidError, Engine, Running
 from service.standin.policy import Policy, load_policy
@@ -147,9 +148,15 @@ def serve_standin(
     tokens_per_s: float | None = None,
     context_tokens: int = 32_768,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises InvalidError where the tokenizer, the renderer or the policy cannot be loaded."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        InvalidError: the tokenizer, the renderer or the policy cannot be loaded.
+        PortRefusedError: the port is in use.
+    """
     import uvloop
 
+    sockets = listening(host, port)
     app = create_standin(
         **load_model(tokenizer, renderer),
         policy=load_policy(policy),
@@ -159,11 +166,10 @@ def serve_standin(
         context_tokens=context_tokens,
         model_path=str(tokenizer),
     )
-    logger.warning("%s; on %s:%d", NOTICE, host, port)
+    logger.warning("%s; on %s:%d", NOTICE, host, sockets[0].getsockname()[1])
     web.run_app(
         app,
-        host=host,
-        port=port,
+        sock=sockets,
         print=None,
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,

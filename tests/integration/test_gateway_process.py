@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -91,7 +92,9 @@ async def worker_of(pid: int, *, other_than: int = 0) -> psutil.Process:
     [
         pytest.param(["--host", "0.0.0.0"], {}, "ROLLWAY_API_KEYS", id="open-without-keys"),
         pytest.param([], {"api_keys": "red:short"}, "ROLLWAY_API_KEYS: must be tenant:key", id="bad-setting"),
-        pytest.param([], {"redis_url": "redis://127.0.0.1:1"}, "the store is away", id="no-redis"),
+        pytest.param([], {"lease_s": "0.5"}, "ROLLWAY_LEASE_S: Input should be greater than 1 (it is '0.5')", id="bad-value"),
+        pytest.param([], {"redis_url": "redis://:sesame@127.0.0.1:1"}, "unset the setting for an embedded Valkey", id="no-redis"),
+        pytest.param([], {"redis_url": "redis://:s/esame@h:1"}, "ROLLWAY_REDIS_URL is no URL of a Redis", id="no-url"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_with_the_cure(
@@ -101,6 +104,29 @@ async def test_what_cannot_be_served_is_refused_with_the_cure(
     assert status not in (0, None)
     assert words in output
     assert "Traceback" not in output
+    assert "esame" not in output
+
+
+async def test_a_port_in_use_is_refused_before_anything_is_announced(qwen3_dir: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.json"
+    policy.write_text('{"rules": [], "default": [[{"text": "yes", "weight": 1.0}]]}')
+    generator = ["generator", "--tokenizer", str(qwen3_dir), "--policy", str(policy)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for command in (["serve"], generator):
+            status, output = await run(*command, "--port", port, env=environment(data_dir=str(tmp_path)))
+            assert status == 1
+            last = output.splitlines()[-1]
+            assert last == f"rollway {command[0]}: port {port} on 127.0.0.1 is in use: stop what listens there or give --port"
+            assert "Traceback" not in output
+            assert "startup complete" not in output
+
+
+async def test_a_setting_that_is_none_is_named() -> None:
+    status, output = await run("config", "show", env=environment(grace="3", demo_backend="process"))
+    assert status == 0
+    assert output.splitlines()[0] == "ROLLWAY_GRACE is no setting; did you mean ROLLWAY_GRACE_S?"
+    assert "ROLLWAY_DEMO_BACKEND" not in output
 
 
 async def test_config_show_masks_secrets(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the end of a command up to four seconds late while a background process of the c
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -205,5 +206,16 @@ def _ours(labels: object) -> dict[str, str]:
 def _start_error(name: str, error: EngineError) -> SandboxStartError:
     text = str(error).lower()
     if error.status == 400 or any(words in text for words in _SPEC_FAULTS):
-        return SandboxSpecError(f"sandbox {name} can never start: {error} (an image must hold bash and tar)")
+        return SandboxSpecError(f"sandbox {name} can never start: {error}{_cure(text)}")
     return SandboxStartError(f"sandbox {name} did not start: {error}")
+
+
+def _cure(refusal: str) -> str:
+    """What to change in the spec, where the engine's refusal (in lower case) tells it."""
+    if cpus := re.search(r"range of cpus is from [\d.]+ to ([\d.]*\d)", refusal):
+        return f"; set sandbox.cpus to at most {cpus.group(1)}, or use a larger machine"
+    if "runtime" in refusal and "unknown" in refusal:
+        return "; leave sandbox.runtime at 'default', or install that runtime in the engine"
+    if "executable file not found" in refusal or ("exec: " in refusal and "no such file or directory" in refusal):
+        return "; an image must hold bash and tar"
+    return ""

@@ -19,8 +19,15 @@ DEPLOYMENT = "fake"
 class FakeEngine:
     """Images and removals of the Engine API. `refusals` are the answers of the first pulls: (status, message)."""
 
-    def __init__(self, *, refusals: list[tuple[int, str]] | None = None, remove_failures: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        refusals: list[tuple[int, str]] | None = None,
+        remove_failures: int = 0,
+        create_refusal: tuple[int, str] = (500, "the disk of the engine is gone"),
+    ) -> None:
         self.refusals = refusals or []
+        self.create_refusal = create_refusal
         self.remove_failures = remove_failures
         self.images: set[str] = set()
         self.registry_answers = asyncio.Event()
@@ -63,7 +70,8 @@ class FakeEngine:
         return web.json_response({"status": "done"})
 
     async def _create(self, _: web.Request) -> web.Response:
-        return web.json_response({"message": "the disk of the engine is gone"}, status=500)
+        status, message = self.create_refusal
+        return web.json_response({"message": message}, status=status)
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response([{"Id": "c1", "Names": ["/c1"], "Labels": {}, "Created": 0, "State": "running"}])
@@ -140,6 +148,28 @@ async def test_a_pull_that_fails(tmp_path: Path, refusal: tuple[int, str], kind:
     assert type(raised) is kind
     assert "docker pull new:1" in str(raised)
     assert engine.pulls == pulls
+
+
+@pytest.mark.parametrize(
+    ("refusal", "cure"),
+    [
+        pytest.param(
+            (400, "Range of CPUs is from 0.01 to 2.00, as there are only 2 CPUs available"), "sandbox.cpus to at most 2.00", id="cpus"
+        ),
+        pytest.param((400, "Unknown runtime specified runsc"), "sandbox.runtime", id="runtime"),
+        pytest.param((400, 'exec: "bash": executable file not found in $PATH: unknown'), "an image must hold bash", id="no-bash"),
+        pytest.param((400, "exec: stat /bin/bash: no such file or directory: unknown"), "an image must hold bash", id="no-path"),
+        pytest.param((404, "network nosuch not found"), "nosuch not found", id="network"),
+    ],
+)
+async def test_a_refused_start_names_what_to_change(tmp_path: Path, refusal: tuple[int, str], cure: str) -> None:
+    engine = FakeEngine(create_refusal=refusal)
+    engine.images.add("here:1")
+    async with backend_for(engine, tmp_path) as backend:
+        (raised,) = await failures(backend, "here:1", 1)
+    assert type(raised) is SandboxSpecError
+    assert cure in str(raised)
+    assert ("bash and tar" in str(raised)) == ("bash" in cure)
 
 
 async def test_removal_is_tried_again(tmp_path: Path) -> None:

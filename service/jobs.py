@@ -81,7 +81,7 @@ class Jobs:
                 record = await self._read(job_id)
                 if record is not None and not record.deleted and await self._publish(job_id):
                     if record.spec != spec:
-                        raise ConflictError(f"a job named {spec.name!r} exists with another spec; delete it or choose another name")
+                        raise _differs(record, spec)
                     return record, False
                 with unavailable():
                     await self._store.redis.hdel(names, spec.name)
@@ -277,6 +277,14 @@ class Jobs:
                 raise GoneError(f"batch {reply['batch_id']} ran out and one of its groups is no longer its; nothing was changed")
         await self._store.to_disk(job)
         return await self.get(job_id)
+
+
+def _differs(record: JobRecord, spec: JobSpec) -> ConflictError:
+    fields = [name for name in JobSpec.model_fields if getattr(record.spec, name) != getattr(spec, name)]
+    fixed = [name for name in fields if name not in JobPatch.model_fields]
+    cure = f"{', '.join(fixed)} cannot change: PATCH takes other fields only" if fixed else f"PATCH /v1/jobs/{record.job_id} changes that"
+    told = f"a job named {spec.name!r} exists with another spec: they differ in {', '.join(fields)}"
+    return ConflictError(f"{told}; {cure}, or delete that job, or choose another name")
 
 
 def _by_reason(counted: dict[str, int], state: str) -> dict[str, int]:

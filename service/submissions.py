@@ -3,8 +3,7 @@
 A task is laid over its job's defaults and validated as a whole, so that what is stored is complete and runs as it is.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from pydantic import ValidationError
 
@@ -12,6 +11,9 @@ from service.chat import ChatModel
 from service.errors import FieldProblem, InvalidError, TaskFaultError
 from service.problems import MAX_FIELDS, field_problems
 from service.records import CommandVerifier, JobSpec, Limits, Sampling, SandboxFields, TaskSpec, UrlVerifier, Wire, merge_defaults
+
+DEFAULTS: dict[str, type[Wire]] = {"sandbox": SandboxFields, "limits": Limits, "sampling": Sampling}
+"""The parts of a job that are laid under its tasks."""
 
 MAX_TASKS = 10_000
 """Tasks in one request; all of them are accepted in one step of the store."""
@@ -23,21 +25,24 @@ def check_defaults(spec: JobSpec, *, process_backend: bool) -> None:
     Raises:
         InvalidError: naming `sandbox.x`, `limits.x` or `sampling.x`.
     """
-    problems: list[FieldProblem] = []
-    parts: tuple[tuple[str, type[Wire], dict[str, Any]], ...] = (
-        ("sandbox", SandboxFields, spec.sandbox),
-        ("limits", Limits, spec.limits),
-        ("sampling", Sampling, spec.sampling),
-    )
-    for part, model, given in parts:
-        try:
-            model.model_validate(given)
-        except ValidationError as error:
-            problems += field_problems(error, given, prefix=f"{part}.")
+    problems = default_problems({part: getattr(spec, part) for part in DEFAULTS})
     if not problems:
         problems += backend_problems(SandboxFields.model_validate(spec.sandbox), "sandbox", process_backend=process_backend)
     if problems:
         raise InvalidError("some of the job's defaults for tasks are wrong", fields=problems)
+
+
+def default_problems(job: Mapping[str, object]) -> list[FieldProblem]:
+    """What is wrong inside the defaults of a job as the client sent it."""
+    problems: list[FieldProblem] = []
+    for part, model in DEFAULTS.items():
+        given = job.get(part, {})
+        try:
+            if isinstance(given, dict):  # anything else is wrong as a field of the job
+                model.model_validate(given)
+        except ValidationError as error:
+            problems += field_problems(error, given, prefix=f"{part}.")
+    return problems
 
 
 def complete_tasks(job: JobSpec, tasks: Sequence[object]) -> list[TaskSpec]:

@@ -5,18 +5,18 @@ import asyncio
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from service.bodies import read_as, validated
+from service.bodies import parse_object, read_as, validated
 from service.chat import ChatModel, load_chat_model
 from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant, check_urls
 from service.jobs import JobRecord
 from service.keys import job_of
-from service.preflight import Finding, generator_findings, redis_findings, tokenizer_findings, worker_findings
+from service.preflight import Finding, generator_findings, image_findings, redis_findings, tokenizer_findings, worker_findings
 from service.problems import problem_responses
-from service.records import GeneratorSpec, JobPatch, JobSpec
+from service.records import GeneratorSpec, JobPatch, JobSpec, SandboxFields
 from service.routes.answers import JobAnswer, JobsAnswer, PreflightAnswer, answer, job_answer
 from service.routes.requests import EmptyBody, PolicyBody, takes
-from service.submissions import check_defaults
+from service.submissions import check_defaults, default_problems
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -42,16 +42,26 @@ async def check_generators(gateway: Gateway, specs: list[GeneratorSpec]) -> None
 async def create_job(post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
         gateway = post.gateway
-        spec = await read_as(JobSpec, body)
+        spec = await read_job(body)
         check_defaults(spec, process_backend=gateway.settings.process_backend)
         await check_generators(gateway, spec.generator_specs)
         await load_chat(gateway, spec)
         record, created = await gateway.jobs.create(post.tenant, spec)
         warnings = await generator_findings(gateway.http, spec.generator_specs, context_tokens=spec.model.context_tokens)
+        warnings += await image_findings(gateway.store, {"sandbox": SandboxFields.model_validate(spec.sandbox)})
         body_model = job_answer(record, await gateway.jobs.counts(record.job_id), warnings=warnings)
         return answer(body_model, 201 if created else 200, location=f"/v1/jobs/{record.job_id}")
 
     return await post.once(act)
+
+
+async def read_job(raw: bytes) -> JobSpec:
+    """Raises InvalidError with every wrong field, those inside the defaults for tasks too."""
+    try:
+        return await read_as(JobSpec, raw)
+    except InvalidError as error:
+        fields = [*error.fields, *default_problems(parse_object(raw))]
+        raise InvalidError(error.detail, fields=fields) from None
 
 
 @router.get("", summary="The tenant's jobs", responses={200: {"model": JobsAnswer}, **problem_responses()})
@@ -74,9 +84,20 @@ async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
 async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: Tenant) -> Response:
     record = await gateway.job(job_id, tenant)
     async with gateway.bodies.held(request) as raw:
-        patch = await read_as(JobPatch, raw)
+        patch = await read_patch(raw)
     await check_patch(gateway, record, patch)
     return answer(job_answer(await gateway.jobs.patch(job_id, patch), await gateway.jobs.counts(job_id)))
+
+
+async def read_patch(raw: bytes) -> JobPatch:
+    """Raises InvalidError; fields that only a new job can have otherwise are told apart from unknown ones."""
+    try:
+        return await read_as(JobPatch, raw)
+    except InvalidError as error:
+        fixed = JobSpec.model_fields.keys() - JobPatch.model_fields.keys()
+        problem = "cannot change after creation; make a new job"
+        fields = [FieldProblem(field=f.field, problem=problem) if f.field in fixed else f for f in error.fields]
+        raise InvalidError(error.detail, fields=fields) from None
 
 
 async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> None:

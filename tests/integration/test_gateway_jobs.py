@@ -22,6 +22,9 @@ async def test_create_is_once(client: httpx.AsyncClient) -> None:
     assert first.json()["job_id"] == again.json()["job_id"]
     assert first.headers["location"] == f"/v1/jobs/{first.json()['job_id']}"
     assert first.json()["counts"]["capacity"] == 8
+    assert "differ in group_size; group_size cannot change" in other.json()["detail"]
+    patchable = await client.post("/v1/jobs", json=job_body(staleness_budget=7, limits={"turns": 7}))
+    assert f"differ in staleness_budget, limits; PATCH /v1/jobs/{first.json()['job_id']} " in patchable.json()["detail"]
 
 
 async def test_a_generator_that_is_down_is_a_warning(client: httpx.AsyncClient) -> None:
@@ -56,6 +59,19 @@ async def test_what_is_wrong_is_named(client: httpx.AsyncClient, change: dict[st
     assert (await client.get("/v1/jobs")).json() == {"jobs": []}
 
 
+async def test_all_that_is_wrong_is_named_at_once(client: httpx.AsyncClient) -> None:
+    wrong = job_body(group_size=0, limits={"turns": 0}, sandbox={"cpus": "two"}, sampling=3)
+    answer = await client.post("/v1/jobs", json=wrong)
+    assert fields(answer).keys() == {"group_size", "limits.turns", "sandbox.cpus", "sampling"}
+
+
+async def test_a_default_image_that_no_worker_has_is_a_warning(gateway: RunningGateway, client: httpx.AsyncClient) -> None:
+    await gateway.store.heartbeat("w1", {"backends": ["docker"], "images": {"docker": ["here:1"]}}, 30)
+    for image, warned in [("here:1", []), ("gone:1", ["sandbox.image"])]:
+        answer = await client.post("/v1/jobs", json=job_body(image.partition(":")[0], sandbox={"image": image}))
+        assert [warning["field"] for warning in answer.json()["warnings"][1:]] == warned
+
+
 async def test_secrets_are_never_read_back(client: httpx.AsyncClient) -> None:
     generator = {"url": DEAD_GENERATOR, "api_key": "sesame", "admin_api_key": "sesame", "headers": {"X-Key": "sesame"}}
     created = await client.post("/v1/jobs", json=job_body(generators=[generator]))
@@ -74,6 +90,9 @@ async def test_patch_changes_what_it_names(client: httpx.AsyncClient) -> None:
         answer = await client.patch(f"/v1/jobs/{job_id}", json=wrong)
         assert answer.status_code == 422
         assert list(fields(answer)) == [field]
+    told = fields(await client.patch(f"/v1/jobs/{job_id}", json={"group_size": 3, "grup_size": 3}))
+    assert told["group_size"] == "cannot change after creation; make a new job"
+    assert "is not a known field" in told["grup_size"]
 
 
 async def test_delete_frees_the_name(client: httpx.AsyncClient) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 GROUPS = 24
 """Groups with the stand-in generator: a good number of tasks, and well under three minutes on two cores."""
-SGLANG_GROUPS = 4
+SGLANG_GROUPS = 3
 """A 135M model on a CPU makes about 60 tokens a second."""
 
 

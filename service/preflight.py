@@ -128,6 +128,13 @@ async def image_findings(store: Store, wanted: Mapping[str, SandboxFields]) -> l
     ]
 
 
+async def unwell_findings(store: Store, job_id: str) -> list[Finding]:
+    """The job's generators that do not answer the workers now, as these say: its rollouts wait for them."""
+    problems = {problem for info in await store.workers() for problem in info.get("unwell_generators", {}).get(job_id, ())}
+    cure = "start it, or PATCH generators; rollouts go on by themselves once it answers"
+    return [Finding(severity="error", field="generators", problem=problem, cure=cure) for problem in sorted(problems)]
+
+
 def tagged(image: str) -> str:
     """The reference as engines list it: with its tag, without the default registry."""
     name = image.removeprefix("docker.io/").removeprefix("library/")

@@ -11,7 +11,7 @@ import aiohttp
 
 from sandboxes.base import SandboxBackend
 from service.chat import ChatModel, load_chat_model
-from service.errors import UnavailableError
+from service.errors import NotFoundError, UnavailableError
 from service.generator_pool import GeneratorPool
 from service.groups import Groups
 from service.jobs import JobRecord, Jobs
@@ -88,6 +88,14 @@ class JobContexts:
         if record.spec.generators != context.record.spec.generators:
             context.pool.update(record.spec.generator_specs)
         context.record, context.read_at = record, time.monotonic()
+
+    async def refresh(self) -> None:
+        """Take up what changed in the jobs: calls that wait for a generator go to a new one without asking again."""
+        for context in list(self._contexts.values()):
+            try:
+                await self._refresh(context)
+            except NotFoundError:
+                continue  # `forget` closes it once its rollouts are gone
 
     def unwell(self) -> dict[str, list[str]]:
         """Per job, what is wrong with its generators that do not answer this worker: calls wait for them."""

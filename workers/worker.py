@@ -174,6 +174,7 @@ class Worker:
             if time.monotonic() - looked_at >= IMAGES_S:
                 images, looked_at = await self._images(), time.monotonic()
             info: dict[str, Any] = {"backends": sorted(self._resources.backends), "images": images}
+            await self._resources.contexts.refresh()
             info["unwell_generators"] = self._resources.contexts.unwell()
             info |= {"rollouts": len(self._held), "slots": self._settings.worker_rollouts}
             try:
@@ -187,8 +188,9 @@ class Worker:
         found: dict[str, list[str]] = {}
         for name, backend in self._resources.backends.items():
             try:
-                found[name] = sorted(await backend.images())[:MAX_IMAGES]
-            except SandboxError as error:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    found[name] = sorted(await backend.images())[:MAX_IMAGES]
+            except (SandboxError, TimeoutError) as error:
                 logger.warning("images of %s are not known: %s", name, error)
         return found
 

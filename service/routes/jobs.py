@@ -11,7 +11,15 @@ from service.errors import FieldProblem, InvalidError, NotFoundError
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant, check_urls
 from service.jobs import JobRecord
 from service.keys import job_of
-from service.preflight import Finding, generator_findings, image_findings, redis_findings, tokenizer_findings, worker_findings
+from service.preflight import (
+    Finding,
+    generator_findings,
+    image_findings,
+    redis_findings,
+    tokenizer_findings,
+    unwell_findings,
+    worker_findings,
+)
 from service.problems import problem_responses
 from service.records import GeneratorSpec, JobPatch, JobSpec, SandboxFields
 from service.routes.answers import JobAnswer, JobsAnswer, PreflightAnswer, answer, job_answer
@@ -72,7 +80,8 @@ async def list_jobs(gateway: GatewayDep, tenant: Tenant) -> Response:
 @router.get("/{job_id}", summary="A job with live counts", responses={200: {"model": JobAnswer}, **problem_responses(404)})
 async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
     record = await gateway.job(job_id, tenant)
-    return answer(job_answer(record, await gateway.jobs.counts(job_id)))
+    warnings = await unwell_findings(gateway.store, job_id)
+    return answer(job_answer(record, await gateway.jobs.counts(job_id), warnings=warnings))
 
 
 @router.patch(

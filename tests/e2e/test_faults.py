@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.stack import Stack, call, rule, task
+from tests.e2e.stack import Stack, call, free_port, rule, task
 from tests.e2e.test_main_path import assert_equals_record, containers, flat, messages
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.docker, pytest.mark.timeout(120)]
@@ -17,6 +17,7 @@ LONG = "I think about it for a while. " * 20
 POLICY: dict[str, Any] = {
     "rules": [
         rule("do lost.", call("bash", command="echo begun; sleep 3; touch /work/done"), call("submit")),
+        rule("do waiting.", "Done."),
         rule("do updated.", LONG + call("bash", command="echo ran >> /work/log; wc -l < /work/log"), "Done."),
     ],
 }
@@ -99,3 +100,16 @@ async def test_case_060_a_turn_cut_by_an_update_goes_on_and_is_no_answer(stack: 
     assert trained == [0] * cut + [1] * (len(trained) - cut)
     observations = [message["content"] for message in await messages(stack, group_id) if message["role"] == "tool"]
     assert observations == ["1\n"]
+
+
+async def test_a_generator_that_is_away_is_seen_at_the_job_and_costs_nothing(stack: Stack) -> None:
+    away = f"http://127.0.0.1:{free_port()}"
+    job_id = await stack.job("waiting", group_size=1, generators=[away])
+    (group_id,) = await stack.submit(job_id, task("waiting", verifier=None))
+    async with asyncio.timeout(30):
+        while not (warnings := (await stack.api.get(f"/v1/jobs/{job_id}")).json()["warnings"]):
+            await asyncio.sleep(0.2)
+    assert away in warnings[0]["problem"]
+    assert (await stack.api.patch(f"/v1/jobs/{job_id}", json={"generators": [stack.generator_url]})).status_code == 200
+    group = await stack.group(group_id, "ready")
+    assert group["members"][0]["attempt"] == 1

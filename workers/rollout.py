@@ -1,6 +1,6 @@
 """Drive one leased rollout: ask `next_step`, do it, journal it.
 
-What always holds: everything recorded is durable before the next thing that others could see (a generation, a tool call, a sandbox, a
+What always holds: everything recorded is in the journal before the next thing that changes something outside (a tool call, a sandbox, a
 verdict); and a rollout leaves this module exactly one way: finished, restarted, handed back, cancelled, or lost with its lease.
 """
 
@@ -28,7 +28,7 @@ from service.errors import (
 )
 from service.journal import AnyEntry, Progress
 from service.leases import Ended, Lease
-from service.records import FinishReason, StopReason, TaskSpec
+from service.records import FinishReason, Generation, StopReason, TaskSpec
 from workers import metrics
 from workers.attempt_sandbox import AttemptSandbox
 from workers.encoding import off_loop
@@ -183,7 +183,7 @@ class Rollout:
         )
         self._hold.ended = True
         metrics.rollouts.labels(reason.outcome, reason).inc()
-        logger.info("%s ended: %s, reward %s; group %s", self._lease.rollout_id, reason, progress.scored.reward, state)
+        logger.info("ended: %s, reward %s; group %s", reason, progress.scored.reward, state)
 
     async def _hand_back(self) -> None:
         self._sandbox.keep = True
@@ -246,13 +246,28 @@ class Rollout:
                 return
 
     async def _generate(self, max_new_tokens: int) -> None:
-        await self._flush()
         self._context = await self._resources.contexts.get(self._lease.job_id)
-        record, progress = self._context.record, self._progress
+        flushing = asyncio.create_task(self._flush())  # beside it: a generation changes nothing outside and can be sampled anew
         try:
-            generation = await self._context.pool.generate(
+            generation = await self._sampled(max_new_tokens)
+            await flushing
+        finally:
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
+        if generation.finish is FinishReason.ABORT and not generation.token_ids:
+            await self._nothing_sampled()
+            return
+        self._empty_aborts = 0
+        self._record(journal.generated(generation, at=time.time(), discard_cut=self._task.sampling.restarts))
+        metrics.tokens.inc(len(generation.token_ids))
+        metrics.generate_seconds.observe(generation.seconds)
+
+    async def _sampled(self, max_new_tokens: int) -> Generation:
+        record = self._context.record
+        try:
+            return await self._context.pool.generate(
                 rollout_id=self._lease.rollout_id,
-                ids=progress.ids,
+                ids=self._progress.ids,
                 max_new_tokens=max_new_tokens,
                 sampling=self._task.sampling,
                 version=record.policy_version,
@@ -263,13 +278,6 @@ class Rollout:
             raise RestartError(f"generator: {error}", retry=error.retryable) from error
         except MisalignedTokensError as error:
             raise RestartError(f"misaligned tokens: {error}", retry=True) from error
-        if generation.finish is FinishReason.ABORT and not generation.token_ids:
-            await self._nothing_sampled()
-            return
-        self._empty_aborts = 0
-        self._record(journal.generated(generation, at=time.time(), discard_cut=self._task.sampling.restarts))
-        metrics.tokens.inc(len(generation.token_ids))
-        metrics.generate_seconds.observe(generation.seconds)
 
     async def _nothing_sampled(self) -> None:
         """An abort before the first token (a weight update in mode abort): ask again shortly, journal nothing, but not for ever."""

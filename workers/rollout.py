@@ -43,10 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_EMPTY_ABORTS = 300
 EMPTY_ABORT_PAUSE_S = 2.0
 """Together about ten minutes: longer than a weight update takes."""
-
 MAX_RAW_CHARS = 2000
 """Of a call that could not be understood, kept for people to read."""
-
 MAX_EXPIRIES = 10
 """An attempt whose lease ran out this often may be what kills its workers: it ends, and its journal with it."""
 

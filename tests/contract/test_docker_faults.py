@@ -26,6 +26,15 @@ class LossyRoad:
         self.lose: bytes | None = None
         self.lost = 0
         self.silent = False
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(asyncio.create_task(self.connect(reader, writer)))
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         engine_reader, engine_writer = await asyncio.open_unix_connection(ENGINE)
@@ -37,8 +46,9 @@ class LossyRoad:
         except* OSError:
             pass
         finally:
-            writer.close()
-            engine_writer.close()
+            for each in (writer, engine_writer):
+                each.transport.abort()
+            await asyncio.gather(writer.wait_closed(), engine_writer.wait_closed(), return_exceptions=True)
 
     async def _requests(self, reader: asyncio.StreamReader, engine: asyncio.StreamWriter, lost: asyncio.Event) -> None:
         while data := await reader.read(65_536):
@@ -64,9 +74,12 @@ class LossyRoad:
 async def lossy(folder: Path, *, answer_s: float = 10.0) -> AsyncIterator[tuple[LossyRoad, DockerBackend]]:
     road = LossyRoad()
     path = folder / "lossy.sock"
-    async with await asyncio.start_unix_server(road.connect, path=path):
-        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=f"unix://{path}", answer_s=answer_s) as backend:
-            yield road, backend
+    async with await asyncio.start_unix_server(road.accept, path=path):
+        try:
+            async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=f"unix://{path}", answer_s=answer_s) as backend:
+                yield road, backend
+        finally:
+            await road.aclose()
 
 
 async def test_case_036_a_create_whose_answer_is_lost_leaves_no_second_container(tmp_path: Path) -> None:

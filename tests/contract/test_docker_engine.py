@@ -199,6 +199,7 @@ async def test_a_silent_engine(tmp_path: Path) -> None:
             assert time.monotonic() - began < 8
         for writer in held:
             writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in held), return_exceptions=True)
 
 
 @pytest.mark.docker

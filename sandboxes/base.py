@@ -9,19 +9,26 @@ What must always hold (the conformance suite in tests/contract/ checks it agains
 
 * SandboxError                this sandbox, or the backend, cannot do its work: infrastructure, never an observation
   + SandboxLostError          it is gone or dead; `poll` was asked before this was raised
-  + SandboxContentError       it is well, but what is in it refuses a transfer (full disk, too many bytes, no tar): a model can cause this
+  + SandboxFencedError        the holder of a later lease attached to it: stop, it is no longer ours
+  + SandboxContentError       it is well, but what is in it refuses (full disk, no such user, no file): a model can cause this
     - SandboxTooLargeError    it is more than `max_bytes`
   + SandboxStartError         it did not start within its budget
     - SandboxSpecError        it can never start from this spec (unknown image, bad setup): the task's fault, do not retry
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 MARKER = "\n[... {omitted} bytes omitted ...]\n"
 """Stands between the head and the tail of an output that was cut."""
+
+MAX_OUTPUT_BYTES = 32 * 2**20
+"""The most that is kept of one output of one command."""
+
+INODES_PER_MIB = 64
+"""`disk_mib` bounds files in number too: a million empty ones harm a machine as much as their bytes."""
 
 DEFAULT_ENV: Mapping[str, str] = {
     "DEBIAN_FRONTEND": "noninteractive",
@@ -48,8 +55,12 @@ class SandboxLostError(SandboxError):
         self.by_command = by_command
 
 
+class SandboxFencedError(SandboxError):
+    """The holder of a later lease is attached. Nothing more may be done here, removal included."""
+
+
 class SandboxContentError(SandboxError):
-    """The sandbox is well; what is in it refused the transfer of files. Not infrastructure: a command in it can bring this about."""
+    """The sandbox is well; what is in it refused a transfer or a user. Not infrastructure: a command in it can bring this about."""
 
 
 class SandboxTooLargeError(SandboxContentError):
@@ -73,6 +84,9 @@ class SandboxSpec:
     setup: Sequence[str] = ()
     workdir: str = "/work"
     network: str = "none"
+    """`none`, or `open` for whatever the machine reaches; whether that may be asked for is the operator's to say."""
+    user: str | None = None
+    """Name or `uid[:gid]`; None: the image's own."""
     cpus: float = 1.0
     memory_mib: int = 512
     pids: int = 256
@@ -102,6 +116,9 @@ class ExecResult:
     timed_out: bool = False
     truncated: bool = False
     oom_killed: bool = False
+    """A process of the sandbox was killed for memory while this ran."""
+    disk_full: bool = False
+    """It was killed since the sandbox's files outgrew `disk_mib` or its inodes."""
 
 
 class Sandbox(Protocol):
@@ -110,6 +127,11 @@ class Sandbox(Protocol):
     @property
     def id(self) -> str:
         """The backend's own id, enough to `attach` again from another process."""
+        ...
+
+    @property
+    def boot_id(self) -> str:
+        """Names this very life of its first process: another one knows nothing of the calls before."""
         ...
 
     @property
@@ -126,21 +148,34 @@ class Sandbox(Protocol):
         stdin: bytes | None = None,
         env: Mapping[str, str] | None = None,
         workdir: str | None = None,
+        user: str | None = None,
         session: str | None = None,
+        call_id: str | None = None,
     ) -> ExecResult:
-        """Run `argv` to its end. stdin is at end-of-file unless given.
+        """Run `argv` to its end. stdin is at end-of-file unless given. `max_output_bytes`: of each output, at most `MAX_OUTPUT_BYTES`.
 
-        With `session`, `argv` is `["bash", "-c", script]` and the script runs in the bash of that name, whose directory, variables,
-        functions, aliases, options and traps last between calls. Background processes keep running, though `jobs`, `wait` and open
-        file descriptors belong to one call. A session that ended (exit, exec, set -e) starts anew at the next call; so does one that
-        ran out of time, and all of its processes are dead by then.
-        Without one, everything the command started is dead when this returns with `timed_out`. Cancelling kills the command's
+        A program that is not there is exit code 127, one that cannot be executed (or an argument too long for the kernel, or a working
+        directory that is not there) 126, with the reason in stderr.
+        With `session`, `argv` is `[shell, "-c", script]` (shell: bash or sh) and the script runs in the lasting shell of that name:
+        directory, variables, functions, options, jobs and open files last between calls. What background jobs print belongs to the
+        call that is running then. A session that ended (exit, exec, set -e) starts anew at the next call; so does one that ran out of
+        time, and all of its processes are dead by then. `stdin` cannot be given with a session.
+        Everything the command started is dead when this returns with `timed_out`. Cancelling kills the command's
         processes before the cancellation leaves.
+        With `call_id`, the call runs at most once: its result is kept in the sandbox until `forget`, and asking again by this id, from
+        any process, returns it, or waits for the command that still runs. Leaving such a call by a lost connection does not kill it.
 
         Raises:
             SandboxLostError: the sandbox is gone.
+            SandboxFencedError: it is another holder's now.
+            SandboxContentError: no such user.
             SandboxError: the sandbox could not run the command at all.
+            ValueError: a NUL in `argv` or `env`, `stdin` with a session, `max_output_bytes` out of range.
         """
+        ...
+
+    def forget(self) -> None:
+        """Drop the kept results that were returned here so far: their journal entries are written. Sends no request of its own."""
         ...
 
     async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
@@ -161,6 +196,30 @@ class Sandbox(Protocol):
 
     async def put_tar(self, archive: bytes) -> None:
         """Unpack a tar made by `get` at `/`."""
+        ...
+
+    def read_file(self, path: str) -> AsyncIterator[bytes]:
+        """The bytes of one file of any size, as they come; a link is followed.
+
+        Raises:
+            SandboxContentError: not there, a directory, not readable.
+        """
+        ...
+
+    async def write_file(self, path: str, content: AsyncIterable[bytes], *, mode: int = 0o644) -> None:
+        """Write one file of any size, as `put` does; until it is whole, what was there stays.
+
+        Raises:
+            SandboxContentError: it does not fit, or something in the sandbox is in the way.
+        """
+        ...
+
+    async def snapshot(self, *, ttl_s: float) -> str:
+        """Keep its files as they are, for `ttl_s` seconds: what `restore` takes. Memory and tmpfs are not part of it.
+
+        Raises:
+            SandboxError: this backend has no snapshots, or the engine failed.
+        """
         ...
 
     async def kill_all(self) -> None:
@@ -192,13 +251,15 @@ class SandboxBackend(Protocol):
 
     name: str
 
-    def open(self, spec: SandboxSpec, *, name: str) -> AbstractAsyncContextManager[Sandbox]:
+    def open(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> AbstractAsyncContextManager[Sandbox]:
         """`create`, and detach on leaving. `name` is chosen by the caller before the call and journaled first."""
         ...
 
-    async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
-        """Make one, apply files and setup. A failed start leaves nothing behind. A name that is taken by a sandbox with the same
-        owner labels (a lost reply) is removed first; another owner's is an error.
+    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:
+        """Make one, apply files and setup. `fence`: the caller's lease; later attachers need one at least as high.
+
+        A failed start leaves nothing behind. A name that is taken by a sandbox with the same owner labels (a lost reply) is removed
+        first; another owner's is an error.
 
         Raises:
             SandboxSpecError: unknown image, a setup command that fails: the message is the first error.
@@ -206,12 +267,26 @@ class SandboxBackend(Protocol):
         """
         ...
 
-    async def attach(self, sandbox_id: str) -> Sandbox:
-        """Find a live sandbox again from any process.
+    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> Sandbox:
+        """Find a live sandbox again from any process. The attacher before is ended.
 
         Raises:
-            SandboxLostError: it is gone.
+            SandboxLostError: it is gone, or it is not the boot that `boot_id` names.
+            SandboxFencedError: the holder of a later lease is attached.
         """
+        ...
+
+    async def restore(self, snapshot: str, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:
+        """A new sandbox with the files of a snapshot; `spec.files` and `spec.setup` are not applied again.
+
+        Raises:
+            SandboxLostError: the snapshot is gone.
+            SandboxStartError: as `create`.
+        """
+        ...
+
+    async def forget_snapshot(self, snapshot: str) -> None:
+        """Remove a snapshot. Idempotent. The sweep removes those past their time."""
         ...
 
     async def images(self) -> frozenset[str]:
@@ -222,8 +297,9 @@ class SandboxBackend(Protocol):
         """Every sandbox of this deployment."""
         ...
 
-    async def sweep(self, *, keep: frozenset[str], older_than_s: float) -> int:
-        """Destroy this deployment's sandboxes that are older than `older_than_s` and whose name is not in `keep`; how many."""
+    async def sweep(self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = ()) -> int:
+        """Destroy this deployment's sandboxes that are older than `older_than_s` and whose name is not in `keep` and begins with none of
+        `keep_prefixes`; how many. Also drops snapshots past their time."""
         ...
 
     async def ping(self) -> None:

@@ -10,8 +10,9 @@ What must always hold (the conformance suite in tests/contract/ checks it agains
 * SandboxError                this sandbox, or the backend, cannot do its work: infrastructure, never an observation
   + SandboxLostError          it is gone or dead; `poll` was asked before this was raised
   + SandboxFencedError        the holder of a later lease attached to it: stop, it is no longer ours
-  + SandboxContentError       it is well, but what is in it refuses (full disk, no such user, no file): a model can cause this
+  + SandboxContentError       it is well, but what is in it refuses (full disk, no file): a model can cause this
     - SandboxTooLargeError    it is more than `max_bytes`
+    - SandboxUserError        it has no such user
   + SandboxStartError         it did not start within its budget
     - SandboxSpecError        it can never start from this spec (unknown image, bad setup): the task's fault, do not retry
 """
@@ -60,11 +61,22 @@ class SandboxFencedError(SandboxError):
 
 
 class SandboxContentError(SandboxError):
-    """The sandbox is well; what is in it refused a transfer or a user. Not infrastructure: a command in it can bring this about."""
+    """The sandbox is well; what is in it refused a transfer or a user. Not infrastructure: a command in it can bring this about.
+
+    `errno`: the kernel's reason (ENOENT, EISDIR, EACCES, ENOSPC, ...), where it gave one.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class SandboxTooLargeError(SandboxContentError):
     """More bytes than the caller allowed."""
+
+
+class SandboxUserError(SandboxContentError):
+    """The sandbox has no such user."""
 
 
 class SandboxStartError(SandboxError):
@@ -119,6 +131,8 @@ class ExecResult:
     """A process of the sandbox was killed for memory while this ran."""
     disk_full: bool = False
     """It was killed since the sandbox's files outgrew `disk_mib` or its inodes."""
+    start_errno: int | None = None
+    """Why the program itself could not be started (`exit_code` is 126 or 127 then): tells it from a shell that says 126."""
 
 
 class Sandbox(Protocol):
@@ -168,7 +182,7 @@ class Sandbox(Protocol):
         Raises:
             SandboxLostError: the sandbox is gone.
             SandboxFencedError: it is another holder's now.
-            SandboxContentError: no such user.
+            SandboxUserError: no such user.
             SandboxError: the sandbox could not run the command at all.
             ValueError: a NUL in `argv` or `env`, `stdin` with a session, `max_output_bytes` out of range.
         """

@@ -16,21 +16,14 @@ class Health:
 
 
 class Connection(Protocol):
-    """One connection to the agent. After `close`, nothing is called back any more."""
+    """One connection to the agent. After `close`, nothing is called back any more.
+
+    It needs no flow control of its own: what is written and not yet sent is bounded by the windows of the calls, and so is what arrives.
+    """
 
     def write(self, data: bytes) -> None:
-        """Queue `data` at once, without a task switch. On a connection that is lost it is dropped: `lost` tells."""
+        """Queue `data` at once, without a task switch. On a connection that is lost it is dropped."""
         ...
-
-    async def drain(self) -> None:
-        """Wait until what is queued is under the transport's low-water mark. Returns at once on a connection that is lost."""
-        ...
-
-    def pause(self) -> None:
-        """Take no more bytes from the agent until `resume`, so that it stops sending."""
-        ...
-
-    def resume(self) -> None: ...
 
     def close(self) -> None:
         """Let go at once. The sandbox and its calls go on. Idempotent."""

@@ -311,9 +311,12 @@ class SandboxBackend(Protocol):
         """Every sandbox of this deployment."""
         ...
 
-    async def sweep(self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = ()) -> int:
+    async def sweep(
+        self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = (), only: frozenset[str] | None = None
+    ) -> int:
         """Destroy this deployment's sandboxes that are older than `older_than_s` and whose name is not in `keep` and begins with none of
-        `keep_prefixes`; how many. Also drops snapshots past their time."""
+        `keep_prefixes`; how many. With `only`, none but those of these names: a caller who looked who owns what does not doom what was
+        claimed, and so renamed, since. Also drops snapshots past their time."""
         ...
 
     async def ping(self) -> None:

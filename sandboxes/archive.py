@@ -18,7 +18,7 @@ def from_files(files: Mapping[str, bytes], *, mode: int) -> bytes:
         SandboxSpecError: a path that is not absolute or climbs.
     """
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for path, content in files.items():
             member = tarfile.TarInfo(checked_path(path).lstrip("/"))
             member.size = len(content)
@@ -49,7 +49,10 @@ def cleaned(archive: bytes) -> bytes:
         tarfile.TarError: it is no tar.
     """
     buffer, links, seen = io.BytesIO(), set[str](), set[str]()
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as source, tarfile.open(fileobj=buffer, mode="w") as target:
+    with (
+        tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as source,
+        tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as target,
+    ):
         for member in source:
             name = _safe_name(member.name)
             if name is None or name in seen or _below(name, links) or not _transferable(member, seen, links):

@@ -93,6 +93,7 @@ class Ended(IntEnum):
     DISK_FULL = 8
     FLOODED = 16
     SESSION_OVER = 32
+    NO_WORKDIR = 64
 
 
 class Refusal(IntEnum):

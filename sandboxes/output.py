@@ -35,6 +35,14 @@ def _width(first: int) -> int:
     return 4 if first & 0xF8 == 0xF0 else 1
 
 
+def joined(printed: int, head: bytes, tail: bytes) -> bytes:
+    """What an output of `printed` bytes is shown as, where its first and its last bytes were kept: all of it, or head, marker, tail."""
+    if len(head) + len(tail) >= printed:
+        return head + tail
+    head, tail = trim_end(head), trim_start(tail)
+    return head + MARKER.format(omitted=printed - len(head) - len(tail)).encode() + tail
+
+
 class HeadTail:
     """Takes bytes in any pieces, keeps at most `limit` of them (plus one `MARKER`): the first half and the last half.
 

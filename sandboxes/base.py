@@ -177,7 +177,8 @@ class Sandbox(Protocol):
         Everything the command started is dead when this returns with `timed_out`. Cancelling kills the command's
         processes before the cancellation leaves.
         With `call_id`, the call runs at most once: its result is kept in the sandbox until `forget`, and asking again by this id, from
-        any process, returns it, or waits for the command that still runs. Leaving such a call by a lost connection does not kill it.
+        any process, returns it, or waits for the command that still runs. Leaving such a call, be it by a lost connection or by
+        cancelling, does not kill it: whoever asks next must find it run once. `kill_all` and `destroy` end it.
 
         Raises:
             SandboxLostError: the sandbox is gone.

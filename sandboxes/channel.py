@@ -4,7 +4,8 @@ What must always hold:
 
 * A call that was sent and whose answer did not come is asked for again, by its id, on the next connection: the agent starts it once.
 * Every call ends: by its answer, by its own deadline, or with a SandboxError within the channel's patience after the agent fell silent.
-* A call that is cancelled is killed before the cancellation leaves, as far as the sandbox can still be reached.
+* A call that is cancelled is killed before the cancellation leaves, as far as the sandbox can still be reached; one that others can ask
+  for by its id goes on.
 * A channel that was fenced, or whose sandbox is gone, stays so. Idle, it has no task and no timer.
 """
 
@@ -168,7 +169,10 @@ class Channel:
             result: Result = await call.answer
         finally:
             if self._calls.get(number) is call:
-                await self._leave(call)
+                if call_id is None:
+                    await self._leave(call)
+                else:
+                    del self._calls[number]  # it goes on: killed, it would be run again for whoever asks next
         return result
 
     async def data(self, run: Run, check: Callable[[Result], None]) -> AsyncGenerator[bytes, None]:

@@ -245,6 +245,10 @@ class Sandbox(Protocol):
         """Whether it is alive, asked from the backend."""
         ...
 
+    async def detach(self) -> None:
+        """Let go of it: what waits here ends with SandboxError, the sandbox and the calls that have ids go on. Idempotent."""
+        ...
+
     async def destroy(self) -> None:
         """Remove it and everything in it. Idempotent; shielded from cancellation by the backend."""
         ...

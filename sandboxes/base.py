@@ -312,6 +312,10 @@ class SandboxBackend(Protocol):
         """References of the images that can be used without asking a registry."""
         ...
 
+    async def disk_limits(self) -> str:
+        """How `disk_mib` is kept here: `quota: ...` or `watch: ...`, in one sentence for an operator. Raises SandboxError."""
+        ...
+
     async def list(self) -> Sequence[SandboxInfo]:
         """Every sandbox of this deployment."""
         ...

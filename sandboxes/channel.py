@@ -17,10 +17,10 @@ import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.base import SandboxError, SandboxFencedError, SandboxLostError
+from sandboxes.channel_attachment import Attachment, Patience
 from sandboxes.channel_calls import Call, Incoming, Outgoing
 from sandboxes.channel_link import Link
 from sandboxes.frames import (
@@ -54,22 +54,6 @@ _AT_ONCE_BYTES = 65_536
 _PIECE_BYTES = 65_536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long, in seconds, a channel waits for what should be there at once."""
-
-    connect_s: float = 10.0
-    """For the agent's WELCOME."""
-    reconnect_s: float = 30.0
-    """For a connection, all tries together."""
-    tick_s: float = 5.0
-    """An agent that is silent this long while it works is asked for a sign; after three times that the connection is given up."""
-    slack_s: float = 30.0
-    """A call's result is due so long after its time-out: the agent needs some of it to kill what was started."""
-    kill_s: float = 10.0
-    """For the end of a call that was cancelled."""
-
-
 class RefusedError(SandboxError):
     """The agent refused one request; `code` is a `frames.Refusal`. The sandbox is well."""
 
@@ -92,12 +76,17 @@ class Channel:
 
     def __init__(self, line: Line, *, fence: int = 0, boot_id: str | None = None, patience: Patience = Patience()) -> None:
         self._line = line
-        self._fence = fence
         self._patience = patience
-        self._boot_id = boot_id
-        self._link: Link | None = None
-        self._recovery: asyncio.Task[None] | None = None
-        self._over: SandboxError | None = None
+        self._at = Attachment(
+            line,
+            fence=fence,
+            boot_id=boot_id,
+            patience=patience,
+            handle=self._handle,
+            attached=self._attached,
+            lost=self._lost,
+            failed=self._fail_all,
+        )
         self._calls: dict[int, Call] = {}
         self._returned: list[int] = []
         self._forget: list[int] = []
@@ -111,7 +100,7 @@ class Channel:
     @property
     def boot_id(self) -> str:
         """Known once `open` returned."""
-        return self._boot_id or ""
+        return self._at.boot_id or ""
 
     async def open(self) -> None:
         """Attach.
@@ -121,23 +110,13 @@ class Channel:
             SandboxFencedError: a later lease holds it.
             SandboxError: it could not be reached.
         """
-        try:
-            await self._recover()
-        except (SandboxLostError, SandboxFencedError) as error:
-            self._over = error
-            raise
+        await self._at.open()
 
     async def aclose(self) -> None:
         """Let go of the agent: what waits here ends with SandboxError, what runs there goes on."""
-        recovery, self._recovery = self._recovery, None
-        self._over = self._over or SandboxError(f"{self._line.id}: its channel was closed")
-        self._fail_all(self._over)
-        self._cut()
+        await self._at.aclose()
         if self._watch is not None:
             self._watch.cancel()
-        if recovery is not None:
-            recovery.cancel()
-            await asyncio.gather(recovery, return_exceptions=True)
 
     async def run(self, run: Run, *, call_id: str | None = None, stdin: bytes | AsyncIterable[bytes] | None = None) -> Result:
         """Have the agent run it, at most once, and wait for its end. Without `call_id` nobody can ask for its result again.
@@ -233,28 +212,28 @@ class Channel:
             self._calls.pop(call.id, None)
 
     def _send(self, call: Call) -> None:
-        if self._over is not None:
-            raise _again(self._over)
+        link = self._at.link
+        if self._at.over is not None:
+            raise _again(self._at.over)
         self._calls[call.id] = call
-        if self._link is None:
-            self._begin_recovery()
+        if link is None:
+            self._at.recover()
             return
-        data = call.request(self._link.channel)
-        self._link.write(self._forgetting() + data if self._forget else data)
+        data = call.request(link.channel)
+        link.write(self._forgetting(link) + data if self._forget else data)
         self._arm()
 
     def _write(self, kind: Type, call: int, payload: bytes = b"") -> None:
-        if self._link is not None:
-            self._link.write(encode(kind, self._link.channel, call, payload))
+        if self._at.link is not None:
+            self._at.link.write(encode(kind, self._at.link.channel, call, payload))
 
-    def _forgetting(self) -> bytes:
+    def _forgetting(self, link: Link) -> bytes:
         """The frames that drop what is needed no more."""
-        assert self._link is not None
         gone, self._forget = self._forget, []
         self._forgotten.extend(gone)
         most = MAX_PAYLOAD_BYTES // 8
         pieces = (gone[start : start + most] for start in range(0, len(gone), most))
-        return b"".join([encode(Type.FORGET, self._link.channel, payload=pack_calls(piece)) for piece in pieces])
+        return b"".join([encode(Type.FORGET, link.channel, payload=pack_calls(piece)) for piece in pieces])
 
     async def _pour(self, content: AsyncIterable[bytes], call: Call) -> None:
         """Feed `content` to the call as it takes it; stop where the call is over before."""
@@ -269,8 +248,8 @@ class Channel:
         self._push(call)
 
     def _push(self, call: Call) -> None:
-        if self._link is not None:
-            self._link.write(call.stdin(self._link.channel))
+        if self._at.link is not None:
+            self._at.link.write(call.stdin(self._at.link.channel))
 
     async def _leave(self, call: Call) -> None:
         """Kill a call whose caller goes; it is over in the sandbox when this returns, or the sandbox cannot be reached."""
@@ -296,7 +275,7 @@ class Channel:
     def _handle(self, frame: Frame) -> None:
         self._heard = True
         if frame.type == Type.FENCED:
-            self._end(SandboxFencedError(f"{self._line.id}: the holder of another lease attached to it"))
+            self._at.end(SandboxFencedError(f"{self._line.id}: the holder of another lease attached to it"))
             return
         if frame.type == Type.LOST:
             self._lost("its agent lost the stream")
@@ -335,91 +314,32 @@ class Channel:
         if call.kind == Type.RUN:
             (self._forget if call.ours else self._returned).append(call.id)
         call.finish(outcome)
-        if size >= _AT_ONCE_BYTES and call.ours and self._link is not None:
-            self._link.write(self._forgetting())
+        if size >= _AT_ONCE_BYTES and call.ours and (link := self._at.link) is not None:
+            link.write(self._forgetting(link))
 
     def _fail_all(self, error: SandboxError) -> None:
         for call in list(self._calls.values()):
             self._finish(call, _again(error))
 
-    def _end(self, error: SandboxError) -> None:
-        """For good."""
-        self._over = error
-        self._cut()
-        self._fail_all(error)
-
     # The connection
 
-    def _cut(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-
-    def _broken(self, link: Link, reason: str) -> None:
-        if link is self._link:
-            self._lost(reason)
-
-    def _lost(self, reason: str) -> None:
-        logger.info("the connection to %s ended: %s", self._line.id, reason)
-        self._cut()
-        for call in list(self._calls.values()):
-            if call.incoming is not None and not call.killed:
-                self._finish(call, StreamLostError(f"{self._line.id}: the connection broke while its data came: {reason}"))
-        if self._calls:
-            self._begin_recovery()
-
-    def _begin_recovery(self) -> None:
-        if self._recovery is None:
-            self._recovery = asyncio.ensure_future(self._recovering())
-
-    async def _recovering(self) -> None:
-        try:
-            await self._recover()
-        except (SandboxLostError, SandboxFencedError) as error:
-            self._end(error)
-        except SandboxError as error:
-            self._fail_all(error)
-        finally:
-            self._recovery = None
-
-    async def _recover(self) -> None:
-        """Connect, again and again within the channel's patience."""
-        until, pause_s = self._now() + self._patience.reconnect_s, 0.02
-        while True:
-            try:
-                return await self._connect()
-            except (SandboxLostError, SandboxFencedError):
-                raise
-            except SandboxError as error:
-                await self._diagnose(error)
-                if self._now() + pause_s > until:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 2.0)
-
-    async def _diagnose(self, error: SandboxError) -> None:
-        """Ask the backend before a sandbox is called lost."""
-        try:
-            health = await self._line.health()
-        except SandboxError:
-            return  # the backend is out of reach: it may come back within the patience
-        if not health.alive:
-            raise SandboxLostError(f"sandbox {self._line.id} is gone ({health.detail or error})", by_command=health.by_itself) from error
-
-    async def _connect(self) -> None:
-        link = Link(self._line.id, self._handle, self._broken)
-        welcome = await link.open(self._line, self._fence, self._patience.connect_s)
-        if self._boot_id not in (None, welcome.boot_id):
-            link.close()
-            raise SandboxLostError(f"sandbox {self._line.id} was restarted: what ran in it is gone")
-        self._boot_id, self._link, self._heard, self._silent = welcome.boot_id, link, True, 0
+    def _attached(self, link: Link) -> None:
+        self._heard, self._silent = True, 0
         self._forget = [*self._forgotten, *self._forget]
         if self._forget:
-            link.write(self._forgetting())
+            link.write(self._forgetting(link))
         for call in list(self._calls.values()):
             call.rewind()
             link.write(call.request(link.channel))
         self._arm()
+
+    def _lost(self, reason: str) -> None:
+        self._at.cut(reason)
+        for call in list(self._calls.values()):
+            if call.incoming is not None and not call.killed:
+                self._finish(call, StreamLostError(f"{self._line.id}: the connection broke while its data came: {reason}"))
+        if self._calls:
+            self._at.recover()
 
     # Time
 
@@ -449,7 +369,7 @@ class Channel:
     def _listen(self) -> None:
         self._silent = 0 if self._heard else self._silent + 1
         self._heard = False
-        if self._link is None or not self._calls:
+        if self._at.link is None or not self._calls:
             return
         if self._silent > 2:
             self._lost(f"its agent was silent for {3 * self._patience.tick_s:g} s")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.base import MARKER
-from sandboxes.output import HeadTail, trim_end, trim_start
+from sandboxes.output import HeadTail, joined, trim_end, trim_start
 
 MARKER_RE = re.compile(re.escape(MARKER).replace(r"\{omitted\}", r"(\d+)").encode())
 
@@ -64,3 +64,19 @@ def test_many_tiny_pieces() -> None:
 def test_trim(data: bytes, end: bytes, start: bytes) -> None:
     assert trim_end(data) == end
     assert trim_start(data) == start
+
+
+@given(cap=st.integers(8, 64), text=st.text(max_size=400))
+def test_what_the_agent_kept_is_shown_whole_or_with_a_marker(cap: int, text: str) -> None:
+    data = text.encode()
+    head, tail = data[: cap // 2], data[max(cap // 2, len(data) - (cap - cap // 2)) :]
+    out = joined(len(data), head, tail)
+    out.decode()
+    if len(data) <= cap:
+        assert out == data
+    else:
+        (omitted,) = MARKER_RE.findall(out)
+        first, last = re.split(MARKER_RE, out, maxsplit=1)[::2]
+        assert len(first) + len(last) + int(omitted) == len(data)
+        assert data.startswith(first)
+        assert data.endswith(last)

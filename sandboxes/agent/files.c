@@ -16,7 +16,7 @@
 #include "tar.h"
 #include "walk.h"
 
-enum { CHUNK = 65536 };
+enum { CHUNK = 65536, NEW_FILE = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC };
 
 static struct walk walk;
 static struct tar_member member;
@@ -193,8 +193,11 @@ static int unpack_content(int fd) {
 
 static int unpack_file(int parent, const char *name, const struct files_owner *owner) {
     struct timespec times[2] = {member.changed, member.changed};
-    if (make_room(parent, name) != 0) return 1;
-    int fd = openat(parent, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int fd = openat(parent, name, NEW_FILE, 0600);
+    if (fd < 0 && errno == EEXIST) {
+        if (make_room(parent, name) != 0) return 1;
+        fd = openat(parent, name, NEW_FILE, 0600);
+    }
     if (fd < 0) return complain(member.path, strerror(errno));
     int done = unpack_content(fd);
     if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, member.mode) < 0 || futimens(fd, times) < 0)) done = complain(member.path, strerror(errno));
@@ -324,7 +327,7 @@ static int write_file(const char *path, unsigned mode, const struct files_owner 
     if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(status.st_mode)) return complain(path, strerror(EISDIR));
     snprintf(fresh, sizeof fresh, ".rollway-%d", (int)getpid());
     unlinkat(parent, fresh, 0); /* left by a write that was killed */
-    int fd = openat(parent, fresh, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int fd = openat(parent, fresh, NEW_FILE, 0600);
     if (fd < 0) return complain(path, strerror(errno));
     int done = fill_file(fd, path);
     if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, mode) < 0)) done = complain(path, strerror(errno));

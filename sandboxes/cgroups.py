@@ -14,6 +14,8 @@ _PARENT = "rollway"
 _CPU_PERIOD_US = 100_000
 _MIB = 2**20
 _REMOVE_TRIES = 50
+_OUR_PIDS = 2
+"""The agent, and unshare outside, which waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,11 @@ class Cgroups:
     @property
     def procs(self) -> tuple[Path, ...]:
         return tuple(each / "cgroup.procs" for each in self.directories)
+
+    @property
+    def memory_point(self) -> str:
+        """Where the agent looks for the memory group, below /sys/fs/cgroup."""
+        return "" if version2() else "/memory"
 
     async def remove(self) -> None:
         """Remove the groups; the kernel needs a moment after the last process died."""
@@ -67,17 +74,18 @@ def existing(sandbox: str) -> Cgroups:
 def create(sandbox: str, spec: SandboxSpec) -> Cgroups:
     """Make the groups with the spec's limits, as far as they can be enforced."""
     missing = unenforced()
+    pids = spec.pids + _OUR_PIDS
     quota = int(spec.cpus * _CPU_PERIOD_US)
     memory = spec.memory_mib * _MIB
     if version2():
         _write(
             ROOT / _PARENT / sandbox,
-            {"memory.max": memory, "memory.swap.max": 0, "pids.max": spec.pids, "cpu.max": f"{quota} {_CPU_PERIOD_US}"},
+            {"memory.max": memory, "memory.swap.max": 0, "pids.max": pids, "cpu.max": f"{quota} {_CPU_PERIOD_US}"},
         )
         return existing(sandbox)
     limits: dict[str, dict[str, object]] = {
         "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
-        "pids": {"pids.max": spec.pids},
+        "pids": {"pids.max": pids},
         "cpu": {"cpu.cfs_period_us": _CPU_PERIOD_US, "cpu.cfs_quota_us": quota},
     }
     for name, values in limits.items():

@@ -1,14 +1,16 @@
-# Builds the root of one process sandbox, steps into it and becomes its first process. Run as root by
-#   unshare --mount --pid --ipc --uts --net --fork sh process_root.sh DIRECTORY UID WORKDIR READ_ONLY STATE_MIB MEMORY_CGROUP PROGRAM...
-# Everything that is mounted here is private to the sandbox and goes with its last process.
+# Builds the root of one process sandbox, steps into it and becomes its first process, the agent. Run as root by
+#   unshare --mount --pid --ipc --uts --net --fork sh process_root.sh DIRECTORY UID WORKDIR READ_ONLY DISK_MIB MEMORY_CGROUP MEMORY_POINT AGENT FD
+# FD is the listening socket that the agent inherits. Everything that is mounted here is private to the sandbox and goes with its last process.
 set -eu
-directory=$1 uid=$2 workdir=$3 read_only=$4 state_mib=$5 memory_cgroup=$6
-shift 6
+directory=$1 uid=$2 workdir=$3 read_only=$4 disk_mib=$5 memory_cgroup=$6 memory_point=$7 agent=$8 fd=$9
 
-read -r pid _ </proc/self/stat # the old /proc still shows the outer number
-printf '%s\n' "$pid" >"$directory/pid.new"
+read -r stat </proc/self/stat # the old /proc still shows the outer number
+set -- $stat
+printf '%s %s\n' "$1" "${22}" >"$directory/pid.new" # with the time of its birth: numbers are used again
 mv "$directory/pid.new" "$directory/pid"
-exec <>"$directory/in" >"$directory/out.discard" 2>"$directory/log" # errors of this script are in `log`
+exec >"$directory/log" 2>&1 # what this script and the agent complain of
+ulimit -c 0
+ulimit -f $((disk_mib * 2048)) # blocks of 512 bytes
 hostname sandbox 2>/dev/null || :
 ip link set lo up 2>/dev/null || :
 
@@ -16,7 +18,8 @@ mount --make-rprivate /
 cd "$directory/root"
 mount --bind . .
 cd "$directory/root"
-mkdir -p usr etc proc dev run/rollway sys/fs/cgroup/memory tmp root var/tmp ".$workdir" .old
+mkdir -p .rollway usr etc proc dev run "sys/fs/cgroup$memory_point" tmp root var/tmp ".$workdir" .old
+touch .rollway/agent && mount --bind "$agent" .rollway/agent && mount -o remount,bind,ro,nosuid .rollway/agent
 mount --rbind /usr usr
 mount -o remount,bind,ro,nosuid usr
 for name in bin sbin lib lib32 lib64 libx32; do
@@ -40,9 +43,8 @@ for name in null zero full random urandom; do
 done
 ln -s /proc/self/fd dev/fd && ln -s fd/0 dev/stdin && ln -s fd/1 dev/stdout && ln -s fd/2 dev/stderr
 mkdir -m 1777 dev/shm
-mount -t tmpfs -o "nosuid,nodev,noexec,mode=700,uid=$uid,gid=$uid,size=${state_mib}m" tmpfs run/rollway
 if [ -n "$memory_cgroup" ]; then
-    mount --bind "$memory_cgroup" sys/fs/cgroup/memory && mount -o remount,bind,ro sys/fs/cgroup/memory
+    mount --bind "$memory_cgroup" "sys/fs/cgroup$memory_point" && mount -o remount,bind,ro "sys/fs/cgroup$memory_point"
 fi
 chown "$uid:$uid" . etc root run sys var var/tmp tmp ".$workdir"
 chmod 1777 tmp var/tmp
@@ -51,9 +53,7 @@ if [ "$read_only" = 1 ]; then
     for name in "$workdir" /tmp /root; do mount --bind ".$name" ".$name"; done
     mount -o remount,bind,ro .
 fi
-exec >&- 1<>"$directory/out"
 pivot_root . .old
 cd /
 umount -l /.old
-exec setpriv --reuid "$uid" --regid "$uid" --clear-groups \
-    unshare --user --map-root-user setpriv --bounding-set=-all --inh-caps=-all --no-new-privs -- "$@" 2>/dev/null
+exec setpriv --reuid "$uid" --regid "$uid" --clear-groups unshare --user --map-root-user /.rollway/agent --listen "$fd"

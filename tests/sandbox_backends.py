@@ -13,6 +13,9 @@ from sandboxes.process import ProcessBackend
 IMAGE = "rollway-sandbox:1"
 DEPLOYMENT = f"test-{uuid.uuid4().hex[:8]}"
 CAP = 65_536
+HAVE_USERS = frozenset({"docker"})
+"""Backends whose sandboxes have other users than root."""
+HAVE_SNAPSHOTS = frozenset({"docker"})
 PROCESSES = "for p in /proc/[0-9]*; do tr '\\000' ' ' < $p/cmdline 2>/dev/null; echo; done"
 
 
@@ -30,7 +33,7 @@ def has_engine() -> bool:
 
 def has_namespaces() -> bool:
     """Root, and a kernel that lets it make namespaces."""
-    tools = all(shutil.which(tool) for tool in ("unshare", "nsenter", "setpriv", "prlimit"))
+    tools = all(shutil.which(tool) for tool in ("unshare", "setpriv", "pivot_root"))
     tried = ["unshare", "--mount", "--pid", "--net", "--fork", "true"]
     return os.geteuid() == 0 and tools and subprocess.run(tried, capture_output=True, check=False).returncode == 0
 
@@ -50,8 +53,18 @@ def named() -> str:
     return f"own-{uuid.uuid4().hex[:8]}"
 
 
-async def bash(sandbox: Sandbox, script: str, *, timeout_s: float = 20, cap: int = CAP, session: str | None = None) -> ExecResult:
-    return await sandbox.exec(["bash", "-c", script], timeout_s=timeout_s, max_output_bytes=cap, session=session)
+async def bash(
+    sandbox: Sandbox,
+    script: str,
+    *,
+    timeout_s: float = 20,
+    cap: int = CAP,
+    session: str | None = None,
+    user: str | None = None,
+    call_id: str | None = None,
+    shell: str = "bash",
+) -> ExecResult:
+    return await sandbox.exec([shell, "-c", script], timeout_s=timeout_s, max_output_bytes=cap, session=session, user=user, call_id=call_id)
 
 
 async def count(sandbox: Sandbox, pattern: str) -> int:

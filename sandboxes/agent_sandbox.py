@@ -163,6 +163,10 @@ class AgentSandbox:
     async def poll(self) -> bool:
         return (await self._line.health()).alive
 
+    async def ping(self) -> None:
+        """Returns once its agent answers. Raises SandboxError."""
+        await self._channel.ping()
+
     async def detach(self) -> None:
         """Let go of it; it lives on."""
         await self._channel.aclose()

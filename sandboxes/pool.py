@@ -57,17 +57,27 @@ _AT_CLAIM = frozenset({"files", "setup", "env", "labels", "start_s"})
 """What a claim applies, or what says nothing about the sandbox: every other field of the spec tells two kinds apart."""
 
 
+class Poolable(Sandbox, Protocol):
+    """A sandbox that says by itself that it lives."""
+
+    async def ping(self) -> None:
+        """Returns once its agent answers. Raises SandboxError."""
+        ...
+
+
 class PoolableBackend(SandboxBackend, Protocol):
     """A backend whose sandboxes can be started for nobody and given an owner later."""
 
     @property
     def limits(self) -> StartLimits: ...
 
+    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> Poolable: ...
+
     async def adopt(self, sandbox: Sandbox, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:
         """Give `sandbox`, started from `bare(spec)`, its owner: rename it, take it under `fence`, apply environment, files and setup.
 
-        A name that is taken is treated as in `create`. `start_seconds` of what is returned is what this took. Until it returns, and
-        when it fails or is cancelled, `sandbox` stays the caller's, whose `destroy` removes it under either name.
+        The caller let go of `sandbox` by `detach`. A name that is taken is treated as in `create`; `start_seconds` of what is returned
+        is what this took. When it fails or is cancelled, `sandbox.destroy` still removes it, under either name.
 
         Raises:
             SandboxSpecError: a setup command that fails: the message is the first error.
@@ -101,7 +111,7 @@ class _Warm:
     """One sandbox that is nobody's. `since`: monotonic seconds."""
 
     name: str
-    sandbox: Sandbox
+    sandbox: Poolable
     since: float
 
 
@@ -231,6 +241,7 @@ class SandboxPool:
         adopted, deadline = None, asyncio.timeout(spec.start_s)
         try:
             async with deadline:
+                await warm.sandbox.detach()  # a second reader of its stream would cost both
                 adopted = await self._backend.adopt(warm.sandbox, spec, name=name, fence=fence)
             return adopted
         except SandboxSpecError:
@@ -357,6 +368,9 @@ class SandboxPool:
     async def images(self) -> frozenset[str]:
         return await self._backend.images()
 
+    async def disk_limits(self) -> str:
+        return await self._backend.disk_limits()
+
     async def list(self) -> Sequence[SandboxInfo]:
         return await self._backend.list()
 
@@ -400,12 +414,13 @@ class SandboxPool:
             keeper.result()  # only a bug ends it otherwise
 
 
-async def _answers(sandbox: Sandbox) -> bool:
+async def _answers(sandbox: Poolable) -> bool:
     try:
         async with asyncio.timeout(ALIVE_S):
-            return await sandbox.poll()
+            await sandbox.ping()
     except (SandboxError, TimeoutError):
         return False
+    return True
 
 
 async def _destroyed(warm: _Warm) -> None:

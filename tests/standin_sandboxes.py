@@ -21,6 +21,7 @@ class StandinSandbox:
     spec: SandboxSpec
     history: list[str]
     alive: bool = True
+    attached: bool = True
     start_seconds: float = 0.0
     boot_id: str = "1"
 
@@ -28,9 +29,13 @@ class StandinSandbox:
     def name(self) -> str:
         return self.history[-1]
 
-    async def poll(self) -> bool:
+    async def ping(self) -> None:
         await self.backend.steps()
-        return self.alive and self.id in self.backend.boxes
+        if not self.alive or self.id not in self.backend.boxes:
+            raise SandboxLostError(f"{self.id} is gone")
+
+    async def detach(self) -> None:
+        self.attached = False
 
     async def destroy(self) -> None:
         await to_the_end(self._destroy())
@@ -97,6 +102,7 @@ class StandinBackend:
         await self.steps()
         if box is None or not box.alive:
             raise SandboxLostError(f"{sandbox.id} is gone")
+        assert not box.attached
         if name in self.names:
             raise SandboxStartError(f"the name {name} is taken")
         box.history.append(name)

@@ -1,37 +1,60 @@
-"""Sandboxes as Docker containers, with safe defaults.
+"""Sandboxes as Docker containers whose first process is our agent, with safe defaults.
 
-What the engine cannot promise is said: without quotas of the storage driver `disk_mib` bounds every single file (and the tmpfs of a
-read-only sandbox), not their sum; and no engine ends a container after `lifetime_s`, the sweep does. Engines of the 20.10 line report
-the end of a command up to four seconds late while a background process of the command before still holds that one's output.
+A start: the image, the shared parts of the engine (`docker_agent.py`), a container under the name that was chosen before, its attach
+stream, the agent's first answer, its configuration, files and setup. What the engine cannot promise is said: without quotas of its storage
+the agent watches what a sandbox writes (`disk_limits`); and no engine ends a container after `lifetime_s`, the sweep does.
 """
 
 import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
-from sandboxes import docker_config
-from sandboxes.base import Sandbox, SandboxError, SandboxInfo, SandboxLostError, SandboxSpec, SandboxSpecError, SandboxStartError
-from sandboxes.commands import CommandSandbox
-from sandboxes.docker_carrier import DockerCarrier
+from sandboxes import docker_config, docker_disk
+from sandboxes.agent_sandbox import AgentSandbox
+from sandboxes.base import (
+    Sandbox,
+    SandboxError,
+    SandboxInfo,
+    SandboxLostError,
+    SandboxSpec,
+    SandboxSpecError,
+    SandboxStartError,
+)
+from sandboxes.channel import Channel
+from sandboxes.docker_agent import EngineAgent
+from sandboxes.docker_config import Host, ImageFacts
+from sandboxes.docker_containers import Containers
 from sandboxes.docker_engine import Engine, EngineError
 from sandboxes.docker_images import Images
+from sandboxes.docker_line import DockerLine
+from sandboxes.docker_snapshots import Snapshots
 from sandboxes.shielding import to_the_end
-from sandboxes.starting import furnish
+from sandboxes.starting import Budget, StartLimits, furnish
 
 logger = logging.getLogger(__name__)
 
-_SPEC_FAULTS = ("executable file not found", "no such file or directory", "unknown or invalid runtime", "unknown runtime", "network")
+_SPEC_FAULTS = ("unknown or invalid runtime", "unknown runtime")
 """In the engine's refusal to start a container: no later try can succeed."""
+_EXIT_HARDEN = 71
+"""The agent's exit code when it could not close the sandbox, as when it may not make a network namespace."""
+_SHARED_GONE = ("cannot join network", "no such container", "/.rollway/agent", "no such file or directory")
+"""In its refusal when the pause container, or the agent's volume, was removed behind our back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    image: ImageFacts
+    host: Host
 
 
 class DockerBackend:
     """A `SandboxBackend` over one engine.
 
-    `max_starting` bounds the starts in flight, `answer_s` every answer of the engine; `busy_pause_s` grows with every 429 of a
-    registry.
+    `answer_s` bounds every answer of the engine; `busy_pause_s` grows with every 429 of a registry.
     """
 
     name = "docker"
@@ -41,14 +64,21 @@ class DockerBackend:
         *,
         deployment_id: str,
         docker_host: str | None = None,
-        max_starting: int = 4,
+        limits: StartLimits | None = None,
         answer_s: float = 30.0,
         busy_pause_s: float = 3.0,
     ) -> None:
-        self._deployment_id = deployment_id
+        self.limits = limits or StartLimits()
+        self._answer_s = answer_s
         self._engine = Engine(docker_host, answer_s=answer_s)
+        self._agent = EngineAgent(self._engine)
         self._images = Images(self._engine, busy_pause_s=busy_pause_s)
-        self._starting = asyncio.Semaphore(max_starting)
+        self._containers = Containers(self._engine, deployment_id=deployment_id)
+        self._snapshots = Snapshots(self._engine, deployment_id=deployment_id)
+        self._deployment_id = deployment_id
+        self._own_networks = True
+        self._quota: bool | None = None
+        self._probing = asyncio.Lock()
 
     async def __aenter__(self) -> "DockerBackend":
         return self
@@ -57,157 +87,198 @@ class DockerBackend:
         await self.aclose()
 
     @asynccontextmanager
-    async def open(self, spec: SandboxSpec, *, name: str) -> AsyncIterator[Sandbox]:
-        yield await self.create(spec, name=name)
+    async def open(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> AsyncIterator[AgentSandbox]:
+        sandbox = await self.create(spec, name=name, fence=fence)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.detach()
 
-    async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
+    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
         docker_config.checked(spec, name)
-        deadline = asyncio.timeout(spec.start_s)
-        try:
-            async with deadline:
-                return await self._create(spec, name)
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise SandboxStartError(f"sandbox {name} did not start within {spec.start_s:g} s") from error
 
-    async def _create(self, spec: SandboxSpec, name: str) -> Sandbox:
-        """The image first: a pull of minutes holds no place that a start on another image could have."""
-        asked_at = time.monotonic()
-        try:
-            image_env = await self._images.ensure(spec.image)
-        except EngineError as error:
-            raise _start_error(name, error) from error
-        spent_s = time.monotonic() - asked_at
-        async with self._starting:
-            return await self._made_ready(spec, name, image_env, began=time.monotonic() - spent_s)
+        async def make(image: ImageFacts, budget: Budget) -> AgentSandbox:
+            sandbox = await self._made(spec, image, name=name, fence=fence, furnished=True)
+            sandbox.start_seconds = budget.spent_s
+            return sandbox
 
-    async def _made_ready(self, spec: SandboxSpec, name: str, image_env: Mapping[str, str], *, began: float) -> Sandbox:
-        config = docker_config.container(spec, name=name, deployment_id=self._deployment_id, image_env=image_env)
-        started = False
+        return await self.limits.start(name, within_s=spec.start_s, prepare=lambda: self._images.ensure(spec.image), make=make)
+
+    async def restore(self, snapshot: str, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
+        docker_config.checked(spec, name)
+        spec = replace(spec, image=snapshot)
+
+        async def prepare() -> ImageFacts:
+            facts = await self._images.facts(snapshot)
+            if facts is None or not self._snapshots.owns(snapshot, facts.labels):
+                raise SandboxLostError(f"snapshot {snapshot} is gone, or past its time")
+            return facts
+
+        async def make(image: ImageFacts, budget: Budget) -> AgentSandbox:
+            sandbox = await self._made(spec, image, name=name, fence=fence, furnished=False)
+            sandbox.start_seconds = budget.spent_s
+            return sandbox
+
+        return await self.limits.start(name, within_s=spec.start_s, prepare=prepare, make=make)
+
+    async def _made(self, spec: SandboxSpec, image: ImageFacts, *, name: str, fence: int, furnished: bool) -> AgentSandbox:
+        """One try. It leaves nothing behind when it fails, whenever that is."""
+        host = await self._host()
+        config = docker_config.container(spec, name=name, deployment_id=self._deployment_id, image=image, host=host)
+        unknown = started = False
+        line: DockerLine | None = None
+        sandbox: AgentSandbox | None = None
         try:
-            carrier = await self._started(config, name)
-            sandbox = CommandSandbox(carrier, workdir=spec.workdir, start_seconds=0.0, ooms=0)
-            await carrier.boot()
-            await furnish(sandbox, spec)
-            sandbox.start_seconds = time.monotonic() - began
+            line = await self._containers.create(config, name)
+            await line.start()
+            sandbox = await self._first_answer(line, name, fence)
+            await _configure(sandbox, spec, image)
+            if furnished:
+                await furnish(sandbox, spec)
             started = True
             return sandbox
         except EngineError as error:
-            raise _start_error(name, error) from error
+            unknown = error.status == 0
+            raise self._start_error(name, error) from error
         finally:
             if not started:
-                await to_the_end(self._discard(name, config["Labels"]))
+                if sandbox is not None:
+                    await sandbox.detach()
+                if line is not None:
+                    line.close()
+                await to_the_end(self._containers.discard(name, config["Labels"], unknown=unknown))
 
-    async def _started(self, config: Mapping[str, object], name: str) -> DockerCarrier:
+    async def _first_answer(self, line: DockerLine, name: str, fence: int) -> AgentSandbox:
         try:
-            container_id = await self._made(config, name)
-        except EngineError as error:
-            if error.status != 409:
-                raise
-            await self._remove_own(name, config["Labels"])
-            container_id = await self._made(config, name)
-        async with self._engine.asked(f"start {name}") as docker:
-            await docker.containers.container(container_id).start()
-        return DockerCarrier(self._engine, container_id)
+            return await self._attached(line, fence=fence)
+        except SandboxLostError as error:
+            if await line.exit_code() == _EXIT_HARDEN:
+                self._give_up_own_networks(line.last_words)
+            raise SandboxStartError(f"sandbox {name} did not start: {line.last_words or error}") from error
 
-    async def _made(self, config: Mapping[str, object], name: str) -> str:
-        async with self._engine.asked(f"create {name}") as docker:
-            return str((await docker.containers.create(dict(config), name=name)).id)
+    def _give_up_own_networks(self, reason: str) -> None:
+        if self._own_networks:
+            logger.warning("sandboxes get their network namespaces from the engine from now on, which is slower: %s", reason)
+        self._own_networks = False
 
-    async def _remove_own(self, name: str, labels: object) -> None:
-        """Remove the holder of a name whose create reply was lost.
+    def _start_error(self, name: str, error: EngineError) -> SandboxStartError:
+        text = str(error).lower()
+        if any(words in text for words in _SHARED_GONE):
+            self._agent.doubt()
+        elif self._own_networks and error.status >= 400 and ("capabilit" in text or "sys_admin" in text):
+            self._give_up_own_networks(str(error))
+        elif error.status == 400 or any(words in text for words in _SPEC_FAULTS):
+            return SandboxSpecError(f"sandbox {name} can never start: {error}{_cure(text)}")
+        return SandboxStartError(f"sandbox {name} did not start: {error}")
 
-        Raises:
-            SandboxStartError: it is somebody else's.
-        """
+    async def _host(self) -> Host:
+        shared = await self._agent.ensure()
+        async with self._probing:
+            if self._quota is None:
+                self._quota = await docker_disk.has_quota(self._engine, shared.image)
+        return Host(agent_volume=shared.volume, pause=shared.pause if self._own_networks else None, quota=self._quota)
+
+    async def disk_limits(self) -> str:
+        """How `disk_mib` is kept on this engine: `quota: ...` or `watch: ...`, in one sentence."""
+        return docker_disk.QUOTA if (await self._host()).quota else docker_disk.WATCH
+
+    async def adopt(self, sandbox: Sandbox, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
+        """See `PoolableBackend.adopt`."""
+        began = time.monotonic()
+        claimed: AgentSandbox | None = None
+        adopted = False
         try:
-            async with self._engine.asked(f"inspect {name}") as docker:
-                found = await docker.containers.container(name).show()
-        except EngineError as error:
-            if error.status == 404:
-                return
-            raise
-        if _ours(found["Config"]["Labels"]) != _ours(labels):
-            raise SandboxStartError(f"the name {name} is taken by a container of another owner: it is left alone")
-        await DockerCarrier(self._engine, found["Id"]).remove()
+            line = self._containers.line(sandbox.id)
+            claimed = await self._claimed(line, spec, name=name, fence=fence, boot_id=sandbox.boot_id)
+            await _configure(claimed, spec, await self._images.ensure(spec.image))
+            await furnish(claimed, spec)
+            claimed.start_seconds = time.monotonic() - began
+            adopted = True
+            return claimed
+        finally:
+            given_up = sandbox if adopted else claimed
+            if isinstance(given_up, AgentSandbox):
+                await given_up.detach()
 
-    async def _discard(self, name: str, labels: object) -> None:
-        """Remove what a failed start may have left; the failure itself is what the caller is told."""
+    async def _claimed(self, line: DockerLine, spec: SandboxSpec, *, name: str, fence: int, boot_id: str) -> AgentSandbox:
+        """Rename it while its agent is asked for a sign of life."""
+        labels = docker_config.container_labels(spec, name=name, deployment_id=self._deployment_id, image=ImageFacts())
+        renaming = asyncio.create_task(self._containers.rename(line, name, labels))
         try:
-            await self._remove_own(name, labels)
-        except SandboxError as error:
-            logger.warning("the failed start of %s may have left a container for the sweep: %s", name, error)
+            return await self._attached(line, fence=fence, boot_id=boot_id)
+        finally:
+            await to_the_end(_done(renaming))
 
-    async def attach(self, sandbox_id: str) -> Sandbox:
-        try:
-            async with self._engine.asked(f"inspect {sandbox_id}") as docker:
-                found = await docker.containers.container(sandbox_id).show()
-        except EngineError as error:
-            if error.status == 404:
-                raise SandboxLostError(f"sandbox {sandbox_id} is gone") from error
-            raise
-        config = found["Config"]
-        if config["Labels"].get(docker_config.OWNER_LABEL) != self._deployment_id:
+    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
+        found = await self._containers.find(sandbox_id)
+        if found is None:
+            raise SandboxLostError(f"sandbox {sandbox_id} is gone")
+        if not self._containers.is_ours(found):
             raise SandboxLostError(f"container {sandbox_id} is not a sandbox of deployment {self._deployment_id}")
         if not found["State"]["Running"]:
             raise SandboxLostError(f"sandbox {sandbox_id} is {found['State']['Status']}")
-        return CommandSandbox(DockerCarrier(self._engine, found["Id"]), workdir=config["WorkingDir"] or "/", start_seconds=0.0)
+        return await self._attached(self._containers.line(found["Id"]), fence=fence, boot_id=boot_id)
+
+    async def _attached(self, line: DockerLine, *, fence: int, boot_id: str | None = None) -> AgentSandbox:
+        channel = Channel(line, fence=fence, boot_id=boot_id)
+        await channel.open()
+        return AgentSandbox(line, channel)
+
+    async def forget_snapshot(self, snapshot: str) -> None:
+        facts = await self._images.facts(snapshot)
+        if facts is not None and self._snapshots.owns(snapshot, facts.labels):
+            await self._snapshots.forget(snapshot)
 
     async def images(self) -> frozenset[str]:
         return await self._images.references()
 
     async def list(self) -> Sequence[SandboxInfo]:
-        label = f"{docker_config.OWNER_LABEL}={self._deployment_id}"
-        async with self._engine.asked("list containers") as docker:
-            found = await docker.containers.list(all=True, filters={"label": [label]})
-        now = time.time()
-        return [
-            SandboxInfo(
-                id=each["Id"],
-                name=each["Labels"].get(docker_config.NAME_LABEL, each["Names"][0].lstrip("/")),
-                labels=docker_config.callers_labels(each["Labels"]),
-                age_s=max(0.0, now - each["Created"]),
-                alive=each["State"] == "running",
-            )
-            for each in found
-        ]
+        return await self._containers.list()
 
-    async def sweep(self, *, keep: frozenset[str], older_than_s: float) -> int:
-        doomed = [info for info in await self.list() if info.name not in keep and info.age_s >= older_than_s]
+    async def sweep(
+        self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = (), only: frozenset[str] | None = None
+    ) -> int:
+        doomed = [
+            info
+            for info in await self.list()
+            if info.age_s >= older_than_s
+            and info.name not in keep
+            and not info.name.startswith(keep_prefixes)
+            and (only is None or info.name in only)
+        ]
         results = await asyncio.gather(*(self._swept(info) for info in doomed))
+        await self._snapshots.sweep()
         return sum(results)
 
     async def _swept(self, info: SandboxInfo) -> bool:
         try:
-            async with self._starting:  # removals cost the engine about what starts do
-                await to_the_end(DockerCarrier(self._engine, info.id).remove())
+            async with self.limits.removal():
+                await to_the_end(self._containers.line(info.id).remove())
         except SandboxError as error:
             logger.warning("sweep left %s: %s", info.name, error)
             return False
         logger.info("sweep removed %s, %.0f s old", info.name, info.age_s)
         return True
 
+    async def remove_shared(self) -> None:
+        """Remove what all deployments share on this engine, as far as no sandbox uses it: it is made again at the next start."""
+        await self._agent.remove_shared()
+
     async def ping(self) -> None:
-        async with self._engine.asked("answer") as docker:
-            await docker.version()
+        await self._engine.call("answer", "GET", "version")
 
     async def aclose(self) -> None:
         await self._images.aclose()
         await self._engine.aclose()
 
 
-def _ours(labels: object) -> dict[str, str]:
-    """The labels by which an owner is known: those an image brings are not."""
-    found = labels if isinstance(labels, Mapping) else {}
-    return {key: value for key, value in found.items() if key.split(".")[0] == docker_config.OWNER_LABEL}
+async def _configure(sandbox: AgentSandbox, spec: SandboxSpec, image: ImageFacts) -> None:
+    user = spec.user or image.user
+    await sandbox.configure(user=user, workdir=spec.workdir, env=spec.env, disk_mib=spec.disk_mib)
 
 
-def _start_error(name: str, error: EngineError) -> SandboxStartError:
-    text = str(error).lower()
-    if error.status == 400 or any(words in text for words in _SPEC_FAULTS):
-        return SandboxSpecError(f"sandbox {name} can never start: {error}{_cure(text)}")
-    return SandboxStartError(f"sandbox {name} did not start: {error}")
+async def _done(task: "asyncio.Task[None]") -> None:
+    await task
 
 
 def _cure(refusal: str) -> str:
@@ -216,6 +287,4 @@ def _cure(refusal: str) -> str:
         return f"; set sandbox.cpus to at most {cpus.group(1)}, or use a larger machine"
     if "runtime" in refusal and "unknown" in refusal:
         return "; leave sandbox.runtime at 'default', or install that runtime in the engine"
-    if "executable file not found" in refusal or ("exec: " in refusal and "no such file or directory" in refusal):
-        return "; an image must hold bash and tar"
     return ""

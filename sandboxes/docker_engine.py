@@ -1,11 +1,13 @@
 """The Docker engine behind deadlines: every call ends, and every failure is a SandboxError that says whose it is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from aiodocker import Docker, DockerError
+from yarl import URL
 
 from sandboxes.base import SandboxError
 
@@ -30,6 +32,16 @@ class Engine:
         self._connector: aiohttp.BaseConnector | None = None
 
     @property
+    def address(self) -> str | tuple[str, int]:
+        """Where it listens: the path of a Unix socket, or host and port."""
+        if self.host.startswith("unix://"):
+            return self.host.removeprefix("unix://")
+        url = URL(self.host.replace("tcp://", "http://", 1))
+        if url.host is None or url.port is None:
+            raise SandboxError(_unsupported(self.host))
+        return url.host, url.port
+
+    @property
     def docker(self) -> Docker:
         """The client; made at first use, since it belongs to the running loop."""
         if self._docker is None:
@@ -50,7 +62,8 @@ class Engine:
         Raises:
             EngineError: it refused, failed or did not answer.
         """
-        deadline = asyncio.timeout(self.answer_s if within_s is None else within_s)
+        budget_s = self.answer_s if within_s is None else within_s
+        deadline = asyncio.timeout(budget_s)
         try:
             async with deadline:
                 yield self.docker
@@ -59,9 +72,27 @@ class Engine:
                 raise EngineError(self._unreachable(str(error.message)), status=0) from error
             raise EngineError(f"the engine could not {what}: {error.message}", status=error.status) from error
         except TimeoutError as error:
-            raise EngineError(f"the engine at {self.host} did not {what} within {self.answer_s:g} s", status=0) from error
+            raise EngineError(f"the engine at {self.host} did not {what} within {budget_s:g} s", status=0) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(self._unreachable(str(error)), status=0) from error
+
+    async def call(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: object = None,
+        within_s: float | None = None,
+    ) -> Any:
+        """One request for which aiodocker has no call, or none that fits; the parsed reply, "" where it has none.
+
+        Raises:
+            EngineError: as `asked`.
+        """
+        async with self.asked(what, within_s=within_s) as docker:
+            return await docker._query_json(path, method, params=dict(params or {}), data=body)
 
     def _unreachable(self, detail: str) -> str:
         return f"the engine at {self.host} cannot be reached ({detail}): start dockerd, or name another one in ROLLWAY_DOCKER_HOST"
@@ -73,4 +104,8 @@ def _connection(host: str) -> tuple[str, aiohttp.BaseConnector]:
         return "unix://localhost", aiohttp.UnixConnector(host.removeprefix("unix://"), limit=0)
     if host.startswith(("tcp://", "http://")):
         return host.replace("tcp://", "http://", 1), aiohttp.TCPConnector(limit=0)
-    raise SandboxError(f"docker host {host!r} is not supported: use unix:///path/to/docker.sock or tcp://host:port")
+    raise SandboxError(_unsupported(host))
+
+
+def _unsupported(host: str) -> str:
+    return f"docker host {host!r} is not supported: use unix:///path/to/docker.sock or tcp://host:port"

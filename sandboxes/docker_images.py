@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from sandboxes.base import SandboxSpecError, SandboxStartError
+from sandboxes.docker_config import ImageFacts
 from sandboxes.docker_engine import Engine, EngineError
 
 logger = logging.getLogger(__name__)
@@ -22,16 +23,17 @@ class Images:
         self._engine = engine
         self._pulls: dict[str, asyncio.Task[None]] = {}
 
-    async def environment(self, image: str) -> dict[str, str] | None:
-        """The environment the image brings; None where the engine does not have the image."""
+    async def facts(self, image: str) -> ImageFacts | None:
+        """What the image brings; None where the engine does not have it."""
         try:
-            async with self._engine.asked(f"inspect image {image}") as docker:
-                found = await docker.images.inspect(image)
+            found = await self._engine.call(f"inspect image {image}", "GET", f"images/{image}/json")
         except EngineError as error:
             if error.status in (400, 404):
                 return None
             raise
-        return dict(entry.partition("=")[::2] for entry in found["Config"]["Env"] or ())
+        config = found["Config"] or {}
+        env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+        return ImageFacts(env=env, user=config.get("User") or "", labels=config.get("Labels") or {})
 
     async def references(self) -> frozenset[str]:
         """Tags and digests of every image that the engine has."""
@@ -39,14 +41,14 @@ class Images:
             found = await docker.images.list()
         return frozenset(name for each in found for key in ("RepoTags", "RepoDigests") for name in each.get(key) or ())
 
-    async def ensure(self, image: str) -> dict[str, str]:
-        """The image's environment, after a pull where the engine does not have it.
+    async def ensure(self, image: str) -> ImageFacts:
+        """What the image brings, after a pull where the engine does not have it.
 
         Raises:
             SandboxSpecError: no registry knows it.
             SandboxStartError: the registry did not give it.
         """
-        found = await self.environment(image)
+        found = await self.facts(image)
         if found is not None:
             return found
         if image not in self._pulls:
@@ -54,7 +56,10 @@ class Images:
             self._pulls[image] = task
             task.add_done_callback(lambda _: self._pulls.pop(image, None))
         await asyncio.shield(self._pulls[image])
-        return await self.environment(image) or {}
+        found = await self.facts(image)
+        if found is None:
+            raise SandboxStartError(f"image {image!r} was pulled and is gone again: pin it on the engine's machine")
+        return found
 
     async def aclose(self) -> None:
         pulls = list(self._pulls.values())

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -24,9 +24,11 @@ main = typer.Typer(
 )
 tasks = typer.Typer(no_args_is_help=True, help="Make tasks from public benchmarks.")
 config = typer.Typer(no_args_is_help=True, help="Settings.")
+sandbox = typer.Typer(no_args_is_help=True, help="This deployment's sandboxes.")
 tokenizer = typer.Typer(no_args_is_help=True, help="Make tokenizer directories without a model hub.")
 main.add_typer(tasks, name="tasks")
 main.add_typer(config, name="config")
+main.add_typer(sandbox, name="sandbox")
 main.add_typer(tokenizer, name="tokenizer")
 
 DEFAULT_PORT = 8000
@@ -82,8 +84,33 @@ def serve(
 @main.command()
 def worker() -> None:
     """Run one worker process."""
+    _become("workers")
+
+
+def _become(module: str, *arguments: str) -> NoReturn:
+    """Workers stand above the service, which imports none of them: their commands take this process's place."""
     read_settings()
-    os.execv(sys.executable, [sys.executable, "-m", "workers"])  # workers stand above the service, which imports none of them
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object a line")]
+
+
+@sandbox.command("ls")
+def list_sandboxes(json: AsJson = False) -> None:
+    """Every sandbox with its owner, and whether that one lives."""
+    _become("workers.inventory", "ls", *(["--json"] if json else []))
+
+
+@sandbox.command("cleanup")
+def clean_up_sandboxes(
+    everything: Annotated[bool, typer.Option("--all", help="all of this deployment, and what they share on the engine")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove the sandboxes that no live rollout or worker owns; prints what it removed."""
+    flags = {"--all": everything, "--yes": yes, "--json": json}
+    _become("workers.inventory", "cleanup", *(flag for flag, given in flags.items() if given))
 
 
 @main.command()

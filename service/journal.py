@@ -101,10 +101,12 @@ class SandboxIntended(Entry, frozen=True, kw_only=True, array_like=True, tag="sa
 
 
 class SandboxOpened(Entry, frozen=True, kw_only=True, array_like=True, tag="sandbox_opened"):
-    """It exists under this id; durable before its first use (P9)."""
+    """It exists under this id; durable before its first use (P9). `boot_id` names this very life of it, which alone keeps its calls'
+    results; empty in journals of older versions, whose calls had no ids."""
 
     id: str
     seconds: float
+    boot_id: str = ""
 
 
 class SandboxLost(Entry, frozen=True, kw_only=True, array_like=True, tag="sandbox_lost"):
@@ -119,7 +121,7 @@ class Stopped(Entry, frozen=True, kw_only=True, array_like=True, tag="stopped"):
 
 
 class HandedBack(Entry, frozen=True, kw_only=True, array_like=True, tag="handed_back"):
-    """A worker left in order: nothing of this rollout was under way."""
+    """A worker left in order."""
 
 
 class Verifying(Entry, frozen=True, kw_only=True, array_like=True, tag="verifying"):
@@ -226,12 +228,11 @@ class Progress:
         self.oldest_lineage: int | None = None
         self.sandbox_name: str | None = None
         self.sandbox_id: str | None = None
+        self.boot_id = ""
         self.sandbox_lost = False
         self.verifier_name: str | None = None
         self.stop: Stopped | None = None
         self.scored: Scored | None = None
-        self.at_rest = False
-        """The last worker left in order: no call of it can be under way."""
         for entry in entries:
             self.apply(entry)
 
@@ -247,7 +248,6 @@ class Progress:
     def apply(self, entry: AnyEntry) -> None:
         """Move by one journaled step."""
         self.length += 1
-        self.at_rest = isinstance(entry, HandedBack)
         match entry:
             case Opened(attempt=attempt, queued_s=queued_s, version=version):
                 if version > WIRE_VERSION:
@@ -272,8 +272,8 @@ class Progress:
                 self._await_turn()
             case SandboxIntended(name=name):
                 self.sandbox_name = name
-            case SandboxOpened(id=sandbox_id, seconds=seconds):
-                self.sandbox_id = sandbox_id
+            case SandboxOpened(id=sandbox_id, seconds=seconds, boot_id=boot_id):
+                self.sandbox_id, self.boot_id = sandbox_id, boot_id
                 self.seconds["sandbox"] += seconds
             case SandboxLost():
                 self.sandbox_lost = True

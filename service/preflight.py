@@ -103,10 +103,33 @@ async def worker_findings(store: Store, spec: JobSpec) -> list[Finding]:
     except ValidationError:
         return []  # refused at creation; a job of an older version may still hold such defaults, and its tasks name the field
     if any(sandbox.backend in info.get("backends", ()) for info in workers):
-        return await image_findings(store, {"sandbox": sandbox})
+        return [*limit_findings(workers, sandbox), *await image_findings(store, {"sandbox": sandbox})]
     cure = "start a worker where that backend is reachable; its log says at start which backends it found"
     problem = f"no live worker has the sandbox backend {sandbox.backend!r}; tasks with tools would wait"
     return [Finding(severity="error", field="sandbox.backend", problem=problem, cure=cure)]
+
+
+def disk_limits(workers: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """How each backend bounds `disk_mib`, in the live workers' words: one sentence, unless their machines differ."""
+    told: dict[str, set[str]] = {}
+    for info in workers:
+        for backend, limit in info.get("disk", {}).items():
+            told.setdefault(backend, set()).add(limit)
+    return {backend: sorted(limits) for backend, limits in sorted(told.items())}
+
+
+def limit_findings(workers: Sequence[Mapping[str, Any]], sandbox: SandboxFields) -> list[Finding]:
+    """What may surprise about the limits of the job's default sandbox, as the live workers say: how its disk is bounded, its network."""
+    findings = []
+    for limit in (limit for limit in disk_limits(workers).get(sandbox.backend, []) if not limit.startswith("quota")):
+        problem = f"{sandbox.backend} bounds disk_mib by {limit}"
+        cure = "nothing to do if that is enough; else read_only: true (sized tmpfs), or an engine whose storage has quotas"
+        findings.append(Finding(severity="warning", field="sandbox.disk_mib", problem=problem, cure=cure))
+    if sandbox.network == "open":
+        problem = "the sandboxes reach whatever their machine reaches: its network's other machines and metadata services too"
+        cure = "use 'none' unless the tasks need it, and keep workers in a network without secrets"
+        findings.append(Finding(severity="warning", field="sandbox.network", problem=problem, cure=cure))
+    return findings
 
 
 async def image_findings(store: Store, wanted: Mapping[str, SandboxFields]) -> list[Finding]:

@@ -12,13 +12,16 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 MAX_GROUP_SIZE = 1024
 """Redis steps work through one group at a time; a larger one would hold the store too long."""
 
 MAX_VERSION = 2**31 - 1
 """Versions are exported as int32."""
+
+MAX_UID = 2**32 - 2
+"""The last one means "no user" to the kernel."""
 
 
 class Outcome(StrEnum):
@@ -104,6 +107,20 @@ def _env_name(name: str) -> str:
     return name
 
 
+def _user(user: str) -> str:
+    numbers = user.split(":")
+    numeric = all(part.isascii() and part.isdigit() and int(part) <= MAX_UID for part in numbers) and len(numbers) <= 2
+    if not numeric and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
+        raise ValueError(f"must be a user's name in the image, or uid or uid:gid, each at most {MAX_UID}")
+    return user
+
+
+def _network(value: object) -> object:
+    if value == "bridge":
+        raise ValueError("must be 'none' or 'open': 'bridge' is called 'open' now")
+    return value
+
+
 def _no_nul(text: str) -> str:
     if "\x00" in text:
         raise ValueError("must not hold a NUL character")
@@ -119,6 +136,7 @@ def _utf8(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_utf8)]
+User = Annotated[str, Field(min_length=1, max_length=32, description="name, uid or uid:gid; null: the image's own"), AfterValidator(_user)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_utf8), AfterValidator(_no_nul)]
 AbsolutePath = Annotated[str, Field(max_length=4096), AfterValidator(_absolute), AfterValidator(_utf8)]
 EnvName = Annotated[str, Field(max_length=200), AfterValidator(_env_name)]
@@ -135,7 +153,8 @@ class SandboxFields(Wire):
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
     setup: list[Annotated[Text, Field(max_length=65_536), AfterValidator(_no_nul)]] = Field(default_factory=list, max_length=50)
     workdir: AbsolutePath = "/work"
-    network: Literal["none", "bridge"] = "none"
+    network: Annotated[Literal["none", "open"], BeforeValidator(_network)] = "none"
+    user: User | None = None
     cpus: float = Field(default=1.0, gt=0, le=64)
     memory_mib: int = Field(default=512, ge=16, le=262_144)
     pids: int = Field(default=256, ge=8, le=32_768)

@@ -47,7 +47,10 @@ class Settings(BaseSettings):
 
     docker_host: str | None = Field(default=None, description="engine of the docker backend; empty: the local socket")
     process_backend: bool = Field(default=False, description="allow the process backend (development only: weaker isolation)")
+    allow_network: bool = Field(default=False, description="jobs may ask for sandboxes with network 'open': whatever the machine reaches")
+    sandbox_pool: int = Field(default=4, ge=0, le=1000, description="warm sandboxes per worker and backend; 0: none")
     max_starting: int = Field(default=4, ge=1, description="sandboxes starting at once in one worker")
+    sandbox_starts_per_s: float = Field(default=50.0, gt=0, description="rate of sandbox starts in one worker")
     sandbox_start_s: float = Field(default=120.0, gt=0, description="start budget of one sandbox in wall time")
     sweep_s: float = Field(default=30.0, gt=0, description="sweep interval")
 

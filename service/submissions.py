@@ -11,6 +11,7 @@ from service.chat import ChatModel
 from service.errors import FieldProblem, InvalidError, TaskFaultError
 from service.problems import MAX_FIELDS, field_problems
 from service.records import CommandVerifier, JobSpec, Limits, Sampling, SandboxFields, TaskSpec, UrlVerifier, Wire, merge_defaults
+from service.settings import Settings
 
 DEFAULTS: dict[str, type[Wire]] = {"sandbox": SandboxFields, "limits": Limits, "sampling": Sampling}
 """The parts of a job that are laid under its tasks."""
@@ -19,7 +20,7 @@ MAX_TASKS = 10_000
 """Tasks in one request; all of them are accepted in one step of the store."""
 
 
-def check_defaults(spec: JobSpec, *, process_backend: bool) -> None:
+def check_defaults(spec: JobSpec, operator: Settings) -> None:
     """A job's defaults must be what a task could say.
 
     Raises:
@@ -27,7 +28,7 @@ def check_defaults(spec: JobSpec, *, process_backend: bool) -> None:
     """
     problems = default_problems({part: getattr(spec, part) for part in DEFAULTS})
     if not problems:
-        problems += backend_problems(SandboxFields.model_validate(spec.sandbox), "sandbox", process_backend=process_backend)
+        problems += sandbox_problems(SandboxFields.model_validate(spec.sandbox), "sandbox", operator)
     if problems:
         raise InvalidError("some of the job's defaults for tasks are wrong", fields=problems)
 
@@ -69,8 +70,9 @@ def complete_tasks(job: JobSpec, tasks: Sequence[object]) -> list[TaskSpec]:
     return complete
 
 
-def check_tasks(job: JobSpec, tasks: Sequence[TaskSpec], chat: ChatModel, *, process_backend: bool) -> None:
-    """What the fields alone do not show: the backend is there, the prompt fits, the verifier's files are out of the agent's reach.
+def check_tasks(job: JobSpec, tasks: Sequence[TaskSpec], chat: ChatModel, operator: Settings) -> None:
+    """What the fields alone do not show: the operator has and allows such a sandbox, the prompt fits, the verifier's files are out of the
+    agent's reach.
 
     Blocking: it renders every prompt.
 
@@ -80,7 +82,7 @@ def check_tasks(job: JobSpec, tasks: Sequence[TaskSpec], chat: ChatModel, *, pro
     problems: list[FieldProblem] = []
     for number, task in enumerate(tasks):
         where = f"tasks.{number}"
-        problems += backend_problems(task.sandbox, f"{where}.sandbox", process_backend=process_backend)
+        problems += sandbox_problems(task.sandbox, f"{where}.sandbox", operator)
         problems += _verifier_problems(task, where)
         problems += _prompt_problems(task, where, chat, job.model.context_tokens)
         if len(problems) >= MAX_FIELDS:
@@ -89,14 +91,18 @@ def check_tasks(job: JobSpec, tasks: Sequence[TaskSpec], chat: ChatModel, *, pro
         raise InvalidError("some tasks cannot run, so none was accepted", fields=problems[:MAX_FIELDS])
 
 
-def backend_problems(sandbox: SandboxFields, where: str, *, process_backend: bool) -> list[FieldProblem]:
-    """Whether this deployment has the sandbox's backend at all."""
-    if sandbox.backend == "process" and not process_backend:
+def sandbox_problems(sandbox: SandboxFields, where: str, operator: Settings) -> list[FieldProblem]:
+    """Whether this deployment has the sandbox's backend at all, and lets it have its network."""
+    problems = []
+    if sandbox.backend == "process" and not operator.process_backend:
         cure = "is a development backend with weaker isolation; use docker, or the operator allows it with ROLLWAY_PROCESS_BACKEND=true"
-        return [FieldProblem(field=f"{where}.backend", problem=cure)]
+        problems.append(FieldProblem(field=f"{where}.backend", problem=cure))
     if sandbox.backend == "modal":
-        return [FieldProblem(field=f"{where}.backend", problem="modal is not available in this deployment; use docker")]
-    return []
+        problems.append(FieldProblem(field=f"{where}.backend", problem="modal is not available in this deployment; use docker"))
+    if sandbox.network == "open" and not operator.allow_network:
+        cure = "'open' is not allowed in this deployment; use 'none', or the operator allows it with ROLLWAY_ALLOW_NETWORK=true"
+        problems.append(FieldProblem(field=f"{where}.network", problem=cure))
+    return problems
 
 
 def _verifier_problems(task: TaskSpec, where: str) -> list[FieldProblem]:

@@ -11,14 +11,13 @@ import aiohttp
 import prometheus_client
 import uvloop
 
-from sandboxes.base import SandboxBackend, SandboxError
-from sandboxes.docker import DockerBackend
-from sandboxes.process import ProcessBackend
 from service.groups import Groups
 from service.jobs import Jobs
 from service.leases import Leases
 from service.settings import Settings
 from service.store import open_store
+from workers import metrics
+from workers.backends import open_backends
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker, current_rollout
 
@@ -41,24 +40,6 @@ def set_up_logging() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-async def open_backends(settings: Settings, deployment_id: str, stack: AsyncExitStack) -> dict[str, SandboxBackend]:
-    """The backends that answer here. None at all is allowed: tasks without tools need no sandbox."""
-    candidates: list[SandboxBackend] = [
-        DockerBackend(deployment_id=deployment_id, docker_host=settings.docker_host, max_starting=settings.max_starting)
-    ]
-    if settings.process_backend:
-        candidates.append(ProcessBackend(deployment_id=deployment_id, root=settings.data_dir / "sandboxes"))
-    backends: dict[str, SandboxBackend] = {}
-    for backend in candidates:
-        stack.push_async_callback(backend.aclose)
-        try:
-            await backend.ping()
-            backends[backend.name] = backend
-        except SandboxError as error:
-            logger.warning("sandbox backend %s is not offered: %s", backend.name, error)
-    return backends
-
-
 async def run(settings: Settings) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,14 +48,17 @@ async def run(settings: Settings) -> None:
         store = await stack.enter_async_context(open_store(settings))
         jobs = Jobs(store, retain_s=settings.retain_s)
         deployment_id = settings.deployment_id or await store.deployment_id()
+        name = f"{socket.gethostname()}-{os.getpid()}"
+        backends = await open_backends(settings, deployment_id, stack, worker=name)
+        prometheus_client.REGISTRY.register(metrics.SandboxCounts(backends.limits, backends.pools))
         resources = Resources(
             settings=settings,
-            worker=f"{socket.gethostname()}-{os.getpid()}",
+            worker=name,
             deployment_id=deployment_id,
             leases=Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts),
             groups=Groups(store, retain_s=settings.retain_s),
             contexts=await stack.enter_async_context(JobContexts(settings, jobs)),
-            backends=await open_backends(settings, deployment_id, stack),
+            backends=backends.offered,
             http=await stack.enter_async_context(aiohttp.ClientSession()),
             verifying=asyncio.Semaphore(settings.verify_concurrency),
             stopping=stopping,

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
+from service.journal import Progress
 from service.leases import Lease
 from service.records import TaskSpec
 from workers import metrics
 from workers.endings import RestartError, because
+from workers.owners import sandbox_name
 from workers.resources import Resources
 from workers.tools import sandbox_spec
 
@@ -42,6 +44,14 @@ class AttemptSandbox:
             raise RestartError(f"sandbox: backend {name!r} is not offered by worker {self._resources.worker}", retry=True)
         return backend
 
+    @property
+    def _fence(self) -> int:
+        return int(self._lease.fence)
+
+    def call_id(self, call_id: str) -> str:
+        """What a tool call of this attempt is called in the sandbox."""
+        return f"{self._lease.rollout_id}/a{self._lease.attempt}/{call_id}"
+
     def _spec(self) -> SandboxSpec:
         labels = {
             "tenant": self._lease.tenant,
@@ -52,39 +62,52 @@ class AttemptSandbox:
         return sandbox_spec(self._task, labels=labels, start_s=self._resources.settings.sandbox_start_s)
 
     async def create(self) -> Sandbox:
-        """Make it; its name must be journaled before. Raises RestartError."""
+        """Make it; its name must be journaled before. Raises RestartError, FencedError."""
         try:
-            self.live = await self._backend.create(self._spec(), name=self.name)
+            self.live = await self._backend.create(self._spec(), name=self.name, fence=self._fence)
         except SandboxError as error:
             raise because(error, what="the sandbox") from error
         metrics.sandbox_seconds.observe(self.live.start_seconds)
         return self.live
 
-    async def attach(self, sandbox_id: str, *, needed: bool) -> None:
-        """Find it again. One that is lost ends the attempt, if it is still `needed` (RestartError)."""
-        try:
-            self.live = await self._backend.attach(sandbox_id)
-        except SandboxError as error:
+    async def resume(self, progress: Progress) -> None:
+        """Find the journaled one again, in the same life: then its calls are asked for by their ids and none runs twice (P5).
+
+        Raises:
+            RestartError: it is lost, and still needed.
+            FencedError: another worker has it by now.
+        """
+        needed = progress.scored is None
+        if progress.sandbox_id is None:
+            return
+        if not progress.boot_id:
             if needed:
-                raise RestartError(f"sandbox: lost with its worker: {error}", retry=True) from error
+                raise RestartError("sandbox: opened by an older version, whose calls have no ids", retry=True, counts=False)
+            return
+        try:
+            self.live = await self._backend.attach(progress.sandbox_id, fence=self._fence, boot_id=progress.boot_id)
+        except SandboxError as error:
+            end = because(error, what="lost with its worker")
+            if needed:
+                raise end from error
 
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Sandbox]:
         """Another one from the same spec, for the verifier. Raises SandboxError."""
-        sandbox = await self._backend.create(self._spec(), name=f"{self.name}-v")
+        sandbox = await self._backend.create(self._spec(), name=f"{self.name}-v", fence=self._fence)
         try:
             yield sandbox
         finally:
             await destroy(sandbox)
 
     async def leave(self) -> None:
-        if self.live is not None and not self.keep:
+        """Remove it, or let go of it where it is kept."""
+        if self.live is None:
+            return
+        if self.keep:
+            await self.live.detach()
+        else:
             await destroy(self.live)
-
-
-def sandbox_name(deployment_id: str, rollout_id: str, attempt: int) -> str:
-    """The name of an attempt's sandbox; its verifier's has `-v` behind it."""
-    return f"rw-{deployment_id}-{rollout_id}-a{attempt}"
 
 
 async def destroy(sandbox: Sandbox) -> None:

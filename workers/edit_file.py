@@ -8,8 +8,8 @@ import posixpath
 
 import msgspec
 
-from sandboxes.base import ExecResult, Sandbox
-from workers.commands import run_program
+from sandboxes.base import ExecResult
+from workers.commands import Steps
 from workers.observations import clip, tail_text
 
 MAX_FILE_BYTES = 1_048_576
@@ -45,7 +45,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True):
     old_text: str | None = None
 
 
-async def edit_file(sandbox: Sandbox, edit: Edit, *, workdir: str, timeout_s: float) -> str:
+async def edit_file(steps: Steps, edit: Edit, *, workdir: str) -> str:
     """Make the edit; the sentence that says so.
 
     Raises:
@@ -54,14 +54,14 @@ async def edit_file(sandbox: Sandbox, edit: Edit, *, workdir: str, timeout_s: fl
     """
     path = resolve(edit.path, workdir=workdir)
     new_text = edit.new_text.encode()
-    old = await _read(sandbox, path, max_bytes=0 if edit.old_text is None else MAX_FILE_BYTES, timeout_s=timeout_s)
+    old = await _read(steps, path, max_bytes=0 if edit.old_text is None else MAX_FILE_BYTES)
     if edit.old_text is None:
         content, done = new_text, f"{'created' if old is None else 'wrote'} {path} ({len(new_text)} bytes)"
     else:
         if old is None:
             raise EditRefusedError(f"{path} does not exist; leave out old_text to create it")
         content, done = replace_once(old, edit.old_text.encode(), new_text, path=path), f"replaced 1 passage in {path}"
-    await _write(sandbox, path, content, timeout_s=timeout_s)
+    await _write(steps, path, content)
     return done
 
 
@@ -95,10 +95,10 @@ def replace_once(content: bytes, old: bytes, new: bytes, *, path: str) -> bytes:
     return content[:first] + new + content[first + len(old) :]
 
 
-async def _read(sandbox: Sandbox, path: str, *, max_bytes: int, timeout_s: float) -> bytes | None:
+async def _read(steps: Steps, path: str, *, max_bytes: int) -> bytes | None:
     """The file's bytes (as many as asked for), or None where there is none."""
     argv = ["sh", "-c", _READ, "sh", path, str(max_bytes + 1 if max_bytes else 0)]
-    result = await run_program(sandbox, argv, workdir="/", timeout_s=timeout_s, max_output_bytes=MAX_FILE_BYTES + 4096)
+    result = await steps.program("read", argv, max_output_bytes=MAX_FILE_BYTES + 4096)
     match result.exit_code:
         case 0 if len(result.stdout) > max_bytes or result.truncated:
             raise EditRefusedError(f"{path} is larger than {MAX_FILE_BYTES} bytes; use bash")
@@ -112,19 +112,21 @@ async def _read(sandbox: Sandbox, path: str, *, max_bytes: int, timeout_s: float
             raise EditRefusedError(f"{path} is a directory")
         case 93:
             raise EditRefusedError(f"{path} is not a regular file")
-    raise EditRefusedError(f"{path} could not be read: {_why(result, timeout_s)}")
+    raise EditRefusedError(f"{path} could not be read: {_why(result, steps.timeout_s)}")
 
 
-async def _write(sandbox: Sandbox, path: str, content: bytes, *, timeout_s: float) -> None:
+async def _write(steps: Steps, path: str, content: bytes) -> None:
     if len(content) > MAX_FILE_BYTES:
         raise EditRefusedError(f"{path} would be larger than {MAX_FILE_BYTES} bytes; use bash")
     argv = ["sh", "-c", _WRITE, "sh", path]
-    result = await run_program(sandbox, argv, workdir="/", stdin=content, timeout_s=timeout_s, max_output_bytes=4096)
+    result = await steps.program("write", argv, stdin=content, max_output_bytes=4096)
     if result.exit_code != 0:
-        raise EditRefusedError(f"{path} could not be written: {_why(result, timeout_s)}")
+        raise EditRefusedError(f"{path} could not be written: {_why(result, steps.timeout_s)}")
 
 
 def _why(result: ExecResult, timeout_s: float) -> str:
     if result.timed_out:
         return f"timed out after {timeout_s:g} s"
+    if result.disk_full:
+        return "the sandbox's files outgrew its disk limit; remove some"
     return tail_text(result.stderr, max_bytes=500).strip() or f"exit code {result.exit_code}"

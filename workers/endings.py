@@ -1,6 +1,14 @@
 """How an attempt ends other than by finishing."""
 
-from sandboxes.base import SandboxError, SandboxLostError, SandboxSpecError
+import logging
+
+from sandboxes.base import SandboxError, SandboxFencedError, SandboxLostError, SandboxSpecError
+from service.errors import LeaseLostError, UnavailableError
+from service.leases import Lease
+from workers import metrics
+from workers.resources import Resources
+
+logger = logging.getLogger(__name__)
 
 
 class HandBackError(Exception):
@@ -21,10 +29,32 @@ DESTROYED = "sandbox_destroyed"
 """The reason that the store counts apart: the second time it is the model's answer (P6)."""
 
 
+class FencedError(LeaseLostError):
+    """Whoever holds the rollout's later lease has its sandbox: nothing may be done there any more."""
+
+
 def because(error: SandboxError, *, what: str) -> RestartError:
-    """The end that a failing sandbox brings: the task's fault, the model's doing, or ours."""
+    """The end that a failing sandbox brings: the task's fault, the model's doing, or ours.
+
+    Raises:
+        FencedError: the sandbox is another worker's now, and the rollout with it.
+    """
+    if isinstance(error, SandboxFencedError):
+        raise FencedError(str(error)) from error
     if isinstance(error, SandboxSpecError):
         return RestartError(f"task: {what} cannot start: {error}", retry=False)
     if isinstance(error, SandboxLostError) and error.by_command:
         return RestartError(DESTROYED, retry=True)
     return RestartError(f"sandbox: {what}: {error}", retry=True)
+
+
+async def end_attempt(lease: Lease, resources: Resources, end: RestartError) -> None:
+    """Tell the store that `lease`'s attempt is over; whoever ended it before us was right too."""
+    metrics.restarts.labels(metrics.reason_class(end.reason)).inc()
+    try:
+        state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry, attempt_counts=end.counts)
+        logger.warning("attempt %d of %s ended (%s): %s", lease.attempt, lease.rollout_id, state, end.reason)
+    except LeaseLostError:
+        logger.info("%s was ended by others", lease.rollout_id)
+    except UnavailableError:
+        logger.warning("%s left to its lease: the store is away", lease.rollout_id)

@@ -122,18 +122,5 @@ def _after_reply(progress: Progress, limits: Limits, context_tokens: int) -> Ste
     return Extend()
 
 
-def outcome_unknown(progress: Progress) -> bool:
-    """Whether a worker that takes this journal over cannot know if a tool call ran (P5): then the attempt starts again.
-
-    Calls are answered one by one, so only the first unanswered one can have been started. Calls that are answered without the sandbox
-    (not understood, `submit`) are always safe to answer again; before the sandbox is there none ran, and after a stop, or once a worker
-    left in order, none runs.
-    """
-    if progress.at_rest or progress.sandbox_id is None or progress.stop is not None:
-        return False
-    unanswered = progress.open_calls()
-    return bool(unanswered) and needs_sandbox(unanswered[0])
-
-
 def needs_sandbox(call: Call) -> bool:
     return call.error is None and call.name != "submit"

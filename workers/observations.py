@@ -39,6 +39,8 @@ def _status(result: ExecResult, *, timeout_s: float, cut_to: int | None) -> list
         lines.append(f"[output cut to {cut_to} bytes]")
     if result.oom_killed:
         lines.append("[killed for memory: a process went over the sandbox's memory limit]")
+    if result.disk_full:
+        lines.append("[killed: the sandbox's files outgrew its disk limit; remove some]")
     if result.timed_out:
         lines.append(f"[timed out after {timeout_s:g} s; everything it started was ended]")
     elif result.exit_code:

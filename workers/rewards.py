@@ -1,7 +1,8 @@
 """What a verifier's end means: a reward, or a fault of the task. Pure.
 
-A time-out or a kill for memory is the submission's doing: reward 0 with a reason. A verifier that ends by itself without a finite number
-is broken. `number` and `json` verifiers must exit 0: output before a crash may be the submission's own, so it is never a reward.
+A time-out or a kill for memory or disk is the submission's doing: reward 0 with a reason. A verifier that ends by itself without a
+finite number is broken. `number` and `json` verifiers must exit 0: output before a crash may be the submission's own, so it is never a
+reward.
 """
 
 import math
@@ -50,6 +51,8 @@ def judge(kind: RewardKind, result: ExecResult) -> Verdict:
         return Verdict(0.0, {"reason": "verifier_timeout", **detail})
     if result.oom_killed and result.exit_code != 0:
         return Verdict(0.0, {"reason": "verifier_out_of_memory", **detail})
+    if result.disk_full and result.exit_code != 0:
+        return Verdict(0.0, {"reason": "verifier_disk_full", **detail})
     if kind == "exit_code":
         _check_found(result)
         return Verdict(1.0 if result.exit_code == 0 else 0.0, detail)
@@ -69,7 +72,7 @@ def evidence(result: ExecResult) -> dict[str, Any]:
         "stdout": tail_text(result.stdout, max_bytes=TAIL_BYTES),
         "stderr": tail_text(result.stderr, max_bytes=TAIL_BYTES),
     }
-    return detail | ({"oom_killed": True} if result.oom_killed else {})
+    return detail | {name: True for name in ("oom_killed", "disk_full") if getattr(result, name)}
 
 
 def finite(value: object) -> float | None:

@@ -32,8 +32,8 @@ from service.records import FinishReason, Generation, StopReason, TaskSpec
 from workers import metrics
 from workers.attempt_sandbox import AttemptSandbox
 from workers.encoding import off_loop
-from workers.endings import DESTROYED, HandBackError, RestartError, because
-from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step, outcome_unknown
+from workers.endings import DESTROYED, FencedError, HandBackError, RestartError, because, end_attempt
+from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step
 from workers.resources import JobContext, Resources
 from workers.tools import error_observation, run_call, tool_specs
 from workers.verifier import Verdict, verify
@@ -63,7 +63,7 @@ async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
     """Run `lease` to whichever end it comes to. Never raises but CancelledError (the lease is lost, or the worker leaves)."""
     if lease.expiries >= MAX_EXPIRIES:
         hold.ended = True
-        await _end_attempt(lease, resources, RestartError(f"worker_lost: {lease.expiries} leases of this attempt ran out", retry=True))
+        await end_attempt(lease, resources, RestartError(f"worker_lost: {lease.expiries} leases of this attempt ran out", retry=True))
         return
     try:
         task = await resources.groups.task(lease.group_id)
@@ -76,21 +76,10 @@ async def drive(lease: Lease, resources: Resources, hold: Hold) -> None:
     except UnavailableError as error:
         logger.warning("%s left to its lease: %s", lease.rollout_id, error)
     except InvalidError as error:
-        await _end_attempt(lease, resources, RestartError(f"this worker cannot load the job: {error.detail}", retry=True))
+        await end_attempt(lease, resources, RestartError(f"this worker cannot load the job: {error.detail}", retry=True))
     except Exception as error:  # the one place where a bad rollout becomes data
         logger.exception("%s failed", lease.rollout_id)
-        await _end_attempt(lease, resources, RestartError(f"internal: {type(error).__name__}: {error}", retry=True))
-
-
-async def _end_attempt(lease: Lease, resources: Resources, end: RestartError) -> None:
-    metrics.restarts.labels(metrics.reason_class(end.reason)).inc()
-    try:
-        state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry, attempt_counts=end.counts)
-        logger.warning("attempt %d of %s ended (%s): %s", lease.attempt, lease.rollout_id, state, end.reason)
-    except LeaseLostError:
-        logger.info("%s was ended by others", lease.rollout_id)
-    except UnavailableError:
-        logger.warning("%s left to its lease: the store is away", lease.rollout_id)
+        await end_attempt(lease, resources, RestartError(f"internal: {type(error).__name__}: {error}", retry=True))
 
 
 class Rollout:
@@ -127,6 +116,10 @@ class Rollout:
             await self._restart(end)
         except TaskFaultError as error:
             await self._restart(RestartError(f"task: {error}", retry=False))
+        except FencedError:
+            metrics.fenced.inc()
+            self._sandbox.keep = True
+            raise
         except LeaseLostError:
             self._sandbox.keep = not await self._nobodys()
             raise
@@ -148,13 +141,9 @@ class Rollout:
             if not self._task.sandbox.lazy and self._task.tools:
                 await self._open_sandbox()
             return
-        if self._progress.sandbox_id is not None:
-            # first: the sandbox of an attempt that is given up here goes at once
-            await self._sandbox.attach(self._progress.sandbox_id, needed=self._progress.scored is None)
-        crashed = self._lease.expiries > 0  # a worker that left in order is nobody's fault
-        if outcome_unknown(self._progress):
-            raise RestartError("a tool call's outcome is unknown after its worker was lost", retry=True, counts=crashed)
+        await self._sandbox.resume(self._progress)
         if self._progress.verifier_name == "" and self._progress.scored is None and self._task.verifier is not None:
+            crashed = self._lease.expiries > 0  # a worker that left in order is nobody's fault
             raise RestartError("verification in the rollout's own sandbox was interrupted", retry=True, counts=crashed)
 
     async def _finish(self) -> None:
@@ -195,7 +184,7 @@ class Rollout:
         """The attempt's sandbox is removed by `run`; its name is never used again, since it holds the attempt."""
         self._unwritten.clear()
         self._hold.ended = True
-        await _end_attempt(self._lease, self._resources, end)
+        await end_attempt(self._lease, self._resources, end)
 
     # --------------------------------------------------------------------------------------------------------------- journal
 
@@ -221,6 +210,8 @@ class Rollout:
                 pause = min(pause * 2, 2.0)
             else:
                 self._unwritten = []
+                if self._sandbox.live is not None:
+                    self._sandbox.live.forget()
 
     # ----------------------------------------------------------------------------------------------------------------- steps
 
@@ -311,7 +302,8 @@ class Rollout:
         await self._flush()
         left_s = max(1.0, self._task.limits.wall_s - self._progress.wall_s)
         try:
-            observed = await run_call(sandbox, self._task, call, timeout_s=min(self._task.limits.tool_s, left_s))
+            timeout_s = min(self._task.limits.tool_s, left_s)
+            observed = await run_call(sandbox, self._task, call, call_id=self._sandbox.call_id(call.id), timeout_s=timeout_s)
         except SandboxError as error:
             self._sandbox_failed(error)
         else:
@@ -339,7 +331,7 @@ class Rollout:
         self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=self._sandbox.name))
         await self._flush()
         sandbox = await self._sandbox.create()
-        self._record(journal.SandboxOpened(at=time.time(), id=sandbox.id, seconds=sandbox.start_seconds))
+        self._record(journal.SandboxOpened(at=time.time(), id=sandbox.id, seconds=sandbox.start_seconds, boot_id=sandbox.boot_id))
         await self._flush()
         return sandbox
 

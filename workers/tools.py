@@ -13,7 +13,7 @@ import msgspec
 from sandboxes.base import ExecResult, Sandbox, SandboxSpec
 from service.journal import Call, Observed
 from service.records import BuiltinTool, CustomTool, TaskSpec
-from workers.commands import run_program, run_shell
+from workers.commands import Steps
 from workers.edit_file import Edit, EditRefusedError, edit_file
 from workers.observations import call_error_text, command_text
 
@@ -77,6 +77,7 @@ def sandbox_spec(task: TaskSpec, *, labels: Mapping[str, str], start_s: float) -
         setup=tuple(fields.setup),
         workdir=fields.workdir,
         network=fields.network,
+        user=fields.user,
         cpus=fields.cpus,
         memory_mib=fields.memory_mib,
         pids=fields.pids,
@@ -96,8 +97,11 @@ def error_observation(task: TaskSpec, call: Call) -> Observed:
     return Observed(at=time.time(), call_id=call.id, name=call.name if call.name in names else UNKNOWN, text=text, failed=True)
 
 
-async def run_call(sandbox: Sandbox, task: TaskSpec, call: Call, *, timeout_s: float | None = None) -> Observed:
+async def run_call(sandbox: Sandbox, task: TaskSpec, call: Call, *, call_id: str | None = None, timeout_s: float | None = None) -> Observed:
     """Run one understood call. `timeout_s`: what it may take, the task's `limits.tool_s` if not given.
+
+    With `call_id`, its name in the sandbox, the call takes effect once: asked again after a crash, what ran is not run again, and
+    `seconds` and text are the same.
 
     Raises:
         SandboxError: the sandbox could not do its work; there is no observation.
@@ -105,9 +109,9 @@ async def run_call(sandbox: Sandbox, task: TaskSpec, call: Call, *, timeout_s: f
     tool = dict(zip(tool_names(task), task.tools, strict=True)).get(call.name)
     if call.error is not None or tool is None:
         return error_observation(task, call if call.error else msgspec.structs.replace(call, error="unknown_tool"))
-    started = time.monotonic()
+    steps = Steps(sandbox, call_id, timeout_s or task.limits.tool_s)
     try:
-        answer = await _answer(sandbox, task, tool, call.arguments or "{}", timeout_s=timeout_s or task.limits.tool_s)
+        answer = await _answer(steps, task, tool, call.arguments or "{}")
     except msgspec.MsgspecError as error:
         return error_observation(task, msgspec.structs.replace(call, error=f"missing_argument: {error}"))
     return Observed(
@@ -115,7 +119,7 @@ async def run_call(sandbox: Sandbox, task: TaskSpec, call: Call, *, timeout_s: f
         call_id=call.id,
         name=call.name,
         text=answer.text,
-        seconds=time.monotonic() - started,
+        seconds=steps.seconds,
         failed=answer.failed,
         submitted=tool == "submit",
     )
@@ -130,46 +134,45 @@ class _Bash(msgspec.Struct, frozen=True):
     command: str
 
 
-async def _answer(sandbox: Sandbox, task: TaskSpec, tool: BuiltinTool | CustomTool, arguments: str, *, timeout_s: float) -> _Answer:
+async def _answer(steps: Steps, task: TaskSpec, tool: BuiltinTool | CustomTool, arguments: str) -> _Answer:
     match tool:
         case CustomTool():
-            return await _custom(sandbox, task, tool, arguments, timeout_s=timeout_s)
+            return await _custom(steps, task, tool, arguments)
         case "bash":
-            return await _bash(sandbox, task, msgspec.json.decode(arguments, type=_Bash).command, timeout_s=timeout_s)
+            return await _bash(steps, task, msgspec.json.decode(arguments, type=_Bash).command)
         case "edit_file":
-            return await _edit(sandbox, task, msgspec.json.decode(arguments, type=Edit), timeout_s=timeout_s)
+            return await _edit(steps, task, msgspec.json.decode(arguments, type=Edit))
         case "submit":
             return _Answer("submitted", failed=False)
 
 
-async def _bash(sandbox: Sandbox, task: TaskSpec, command: str, *, timeout_s: float) -> _Answer:
+async def _bash(steps: Steps, task: TaskSpec, command: str) -> _Answer:
     if "\x00" in command:
         return _Answer("Error: not run, the command holds a NUL character.", failed=True)
     if len(command.encode()) > MAX_COMMAND_BYTES:
         return _Answer(f"Error: not run, the command is longer than {MAX_COMMAND_BYTES} bytes; write long text to a file.", failed=True)
-    result = await run_shell(sandbox, command, timeout_s=timeout_s, max_output_bytes=task.limits.tool_output_bytes)
-    return _shown(result, task, timeout_s=timeout_s, after_timeout="the next command gets a new shell")
+    result = await steps.shell(command, max_output_bytes=task.limits.tool_output_bytes)
+    return _shown(result, task, timeout_s=steps.timeout_s, after_timeout="the next command gets a new shell")
 
 
-async def _custom(sandbox: Sandbox, task: TaskSpec, tool: CustomTool, arguments: str, *, timeout_s: float) -> _Answer:
-    result = await run_program(
-        sandbox,
+async def _custom(steps: Steps, task: TaskSpec, tool: CustomTool, arguments: str) -> _Answer:
+    result = await steps.program(
+        "run",
         tool.run.argv,
         workdir=task.sandbox.workdir,
         stdin=arguments.encode(),
-        timeout_s=timeout_s,
         max_output_bytes=task.limits.tool_output_bytes,
     )
-    return _shown(result, task, timeout_s=timeout_s)
+    return _shown(result, task, timeout_s=steps.timeout_s)
 
 
-async def _edit(sandbox: Sandbox, task: TaskSpec, edit: Edit, *, timeout_s: float) -> _Answer:
+async def _edit(steps: Steps, task: TaskSpec, edit: Edit) -> _Answer:
     try:
-        return _Answer(await edit_file(sandbox, edit, workdir=task.sandbox.workdir, timeout_s=timeout_s), failed=False)
+        return _Answer(await edit_file(steps, edit, workdir=task.sandbox.workdir), failed=False)
     except EditRefusedError as error:
         return _Answer(f"Error: {error}.", failed=True)
 
 
 def _shown(result: ExecResult, task: TaskSpec, *, timeout_s: float, after_timeout: str = "") -> _Answer:
     text = command_text(result, timeout_s=timeout_s, max_bytes=task.limits.tool_output_bytes, after_timeout=after_timeout)
-    return _Answer(text, failed=result.exit_code != 0 or result.oom_killed)
+    return _Answer(text, failed=result.exit_code != 0 or result.oom_killed or result.disk_full)

@@ -9,17 +9,18 @@ import contextvars
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from sandboxes.base import SandboxError
+from sandboxes.base import SandboxBackend, SandboxError
+from sandboxes.pool import SandboxPool
 from service.errors import LeaseLostError, NotFoundError, UnavailableError
 from service.jobs import Jobs
 from service.leases import Lease
 from service.store import Store
 from workers import metrics
-from workers.attempt_sandbox import sandbox_name
+from workers.owners import live_owners
 from workers.resources import Resources
 from workers.rollout import Hold, drive
 
@@ -29,11 +30,15 @@ IDLE_S = 0.05
 """How long a worker with free slots waits before it asks for work again; doubles up to MAX_IDLE_S while there is none."""
 MAX_IDLE_S = 0.4
 HEARTBEAT_S = 2.0
+ASK_S = 4.0
+"""For a backend to say what it has; less than a heartbeat lasts."""
 IMAGES_S = 30.0
-"""How old a worker's list of images may be."""
+"""How old what a worker says of its backends may be."""
 MAX_IMAGES = 1000
 SWEEP_AGE_S = 60.0
 """A sandbox younger than this is never swept: its owner may be about to journal it."""
+
+T = TypeVar("T")
 
 current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("rollout_id", default="-")
 
@@ -168,12 +173,18 @@ class Worker:
                 held.task.cancel()
 
     async def _beating(self) -> None:
-        images: dict[str, list[str]] = {}
+        images: dict[str, frozenset[str]] = {}
+        disk: dict[str, str] = {}
+        pools = [backend.prefix for backend in self._resources.backends.values() if isinstance(backend, SandboxPool)]
         looked_at = -IMAGES_S
         while True:
             if time.monotonic() - looked_at >= IMAGES_S:
-                images, looked_at = await self._images(), time.monotonic()
-            info: dict[str, Any] = {"backends": sorted(self._resources.backends), "images": images}
+                images, disk = await asyncio.gather(
+                    self._told("images", lambda backend: backend.images()), self._told("disk limits", lambda backend: backend.disk_limits())
+                )
+                looked_at = time.monotonic()
+            info: dict[str, Any] = {"backends": sorted(self._resources.backends), "disk": disk, "pools": pools}
+            info["images"] = {name: sorted(references)[:MAX_IMAGES] for name, references in images.items()}
             await self._resources.contexts.refresh()
             info["unwell_generators"] = self._resources.contexts.unwell()
             info |= {"rollouts": len(self._held), "slots": self._settings.worker_rollouts}
@@ -183,39 +194,41 @@ class Worker:
                 logger.warning("no heartbeat: %s", error)
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _images(self) -> dict[str, list[str]]:
-        """What each backend has at hand, for the gateway to tell clients. A backend that does not answer has nothing to say."""
-        found: dict[str, list[str]] = {}
-        for name, backend in self._resources.backends.items():
+    async def _told(self, what: str, ask: Callable[[SandboxBackend], Awaitable[T]]) -> dict[str, T]:
+        """What each backend says, for the gateway to tell clients. One that does not answer has nothing to say."""
+        found: dict[str, T] = {}
+
+        async def told(name: str, backend: SandboxBackend) -> None:
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    found[name] = sorted(await backend.images())[:MAX_IMAGES]
+                async with asyncio.timeout(ASK_S):
+                    found[name] = await ask(backend)
             except (SandboxError, TimeoutError) as error:
-                logger.warning("images of %s are not known: %s", name, error)
+                logger.warning("%s of %s are not known: %s", what, name, error)
+
+        await asyncio.gather(*(told(name, backend) for name, backend in self._resources.backends.items()))
         return found
 
     # ----------------------------------------------------------------------------------------------------------------- sweep
 
     async def _sweeping(self) -> None:
+        """From the start: the workers before us may have left something."""
         while True:
-            await asyncio.sleep(self._settings.sweep_s)
             try:
                 metrics.swept.inc(await self.sweep())
             except (UnavailableError, SandboxError) as error:
                 logger.warning("sweep put off: %s", error)
+            await asyncio.sleep(self._settings.sweep_s)
 
     async def sweep(self, *, older_than_s: float = SWEEP_AGE_S) -> int:
-        """Destroy the sandboxes of this deployment that no live rollout owns; how many. Also drops what has ended for long."""
-        live: dict[str, int] = {}
+        """Destroy the sandboxes of this deployment that no live rollout or worker owns; how many. Also drops what has ended for long."""
         for job_id in await self._jobs.ids():
             await self._resources.groups.purge(job_id)
-            live |= await self._resources.leases.live_attempts(job_id)
-        deployment = self._resources.deployment_id
-        names = {sandbox_name(deployment, rollout_id, attempt) for rollout_id, attempt in live.items()}
-        keep = frozenset(names | {f"{name}-v" for name in names})
+        deployment_id = self._resources.deployment_id
         count = 0
         for backend in self._resources.backends.values():
-            count += await backend.sweep(keep=keep, older_than_s=older_than_s)
+            seen = frozenset(info.name for info in await backend.list())  # before who owns it: a sandbox that is claimed now stays
+            owners = await live_owners(self._store, self._jobs, self._resources.leases, deployment_id=deployment_id)
+            count += await backend.sweep(keep=owners.names, older_than_s=older_than_s, keep_prefixes=owners.prefixes, only=seen)
         return count
 
     # --------------------------------------------------------------------------------------------------------------- stopping

@@ -211,7 +211,7 @@ async def _shown(gateway: Gateway, job_id: str, progress: Progress, served: Chil
 
 async def _check(states: Mapping[str, str], progress: Progress, place: Place, *, has_record: bool) -> Findings:
     """Everything that must hold, after the parts have left."""
-    left = await _inventory(place)
+    left = await _removed(place)
     records = await asyncio.to_thread(_records, place.record) if has_record and place.record.exists() else None
     truth = Truth(records) if records is not None else None
     problems = check_ends(states, [delivered.group["group_id"] for delivered in progress.delivered], states)
@@ -232,9 +232,9 @@ def _records(path: Path) -> Sequence[Mapping[str, object]]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
-async def _inventory(place: Place, *options: str) -> Sequence[str]:
-    """The sandboxes of this demo, as the workers' own inventory lists them."""
-    argv = [sys.executable, "-m", "workers.inventory", *options]
+async def _removed(place: Place) -> Sequence[str]:
+    """The sandboxes of this demo that were still there, as the workers' own inventory lists them."""
+    argv = [sys.executable, "-m", "workers.inventory", "cleanup", "--all", "--keep-shared", "--yes", "--json"]
     return (await output_of(argv, env=place.env, log=place.log("inventory"))).splitlines()
 
 
@@ -243,4 +243,4 @@ async def _no_sandboxes_after(place: Place) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await _inventory(place, "--destroy")
+        await _removed(place)

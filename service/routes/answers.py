@@ -57,6 +57,7 @@ class JobsAnswer(BaseModel):
 class PreflightAnswer(BaseModel):
     ok: bool = Field(description="no finding is an error")
     findings: list[Finding]
+    disk_limits: dict[str, list[str]] = Field(description="by sandbox backend, how its live workers bound disk_mib")
 
 
 class SubmittedGroup(BaseModel):

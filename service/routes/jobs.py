@@ -13,6 +13,7 @@ from service.jobs import JobRecord
 from service.keys import job_of
 from service.preflight import (
     Finding,
+    disk_limits,
     generator_findings,
     image_findings,
     redis_findings,
@@ -51,7 +52,7 @@ async def create_job(post: PostDep) -> Response:
     async def act(body: bytes) -> Response:
         gateway = post.gateway
         spec = await read_job(body)
-        check_defaults(spec, process_backend=gateway.settings.process_backend)
+        check_defaults(spec, gateway.settings)
         await check_generators(gateway, spec.generator_specs)
         await load_chat(gateway, spec)
         record, created = await gateway.jobs.create(post.tenant, spec)
@@ -117,7 +118,7 @@ async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> N
         problems = [FieldProblem(field=name, problem="may not be null; leave it out if it shall stay") for name in nulls]
         raise InvalidError("some fields are wrong", fields=problems)
     spec = validated(JobSpec, record.spec.model_dump() | changes)
-    check_defaults(spec, process_backend=gateway.settings.process_backend)
+    check_defaults(spec, gateway.settings)
     if patch.generators is not None:
         await check_generators(gateway, spec.generator_specs)
 
@@ -145,7 +146,8 @@ async def preflight(job_id: str, post: PostDep) -> Response:
         await read_as(EmptyBody, body)
         record = await post.gateway.job(job_id, post.tenant)
         findings = await find(post.gateway, record.spec)
-        return answer(PreflightAnswer(ok=all(finding.severity != "error" for finding in findings), findings=findings))
+        ok = all(finding.severity != "error" for finding in findings)
+        return answer(PreflightAnswer(ok=ok, findings=findings, disk_limits=disk_limits(await post.gateway.store.workers())))
 
     return await post.once(act)
 

@@ -43,4 +43,4 @@ async def check(gateway: Gateway, record: JobRecord, tasks: list[TaskSpec]) -> N
     """What can be known now and would fail later."""
     await check_urls(gateway, reward_urls(tasks))
     chat = await load_chat(gateway, record.spec)
-    await asyncio.to_thread(check_tasks, record.spec, tasks, chat, process_backend=gateway.settings.process_backend)
+    await asyncio.to_thread(check_tasks, record.spec, tasks, chat, gateway.settings)

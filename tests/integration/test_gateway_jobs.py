@@ -46,6 +46,7 @@ async def test_a_generator_that_is_down_is_a_warning(client: httpx.AsyncClient) 
         pytest.param({"limits": {"turns": 0}}, "limits.turns", id="default-limit"),
         pytest.param({"sandbox": {"bakend": "docker"}}, "sandbox.bakend", id="unknown-default"),
         pytest.param({"sandbox": {"backend": "process"}}, "sandbox.backend", id="backend-not-offered"),
+        pytest.param({"sandbox": {"network": "open"}}, "sandbox.network", id="case-080-network-not-allowed"),
         pytest.param({"group_size": 8, "max_in_flight_rollouts": 4}, "max_in_flight_rollouts", id="contradiction"),
         pytest.param({"group_size": "2"}, "group_size", id="type"),
         pytest.param({"name": "no spaces"}, "name", id="name"),

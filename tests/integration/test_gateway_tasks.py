@@ -1,6 +1,7 @@
 """Tasks, groups and rollouts over HTTP: all or nothing, every problem named, hostile bodies refused."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 
 from service.bodies import SMALL_BYTES
 from tests.gateway_play import job_body, play, take_all, task_body, turns
-from tests.gateway_stack import RunningGateway
+from tests.gateway_stack import RunningGateway, gateway_settings, running_gateway
 
 
 @pytest.fixture
@@ -59,11 +60,31 @@ async def test_every_problem_of_every_task_is_named_and_none_is_accepted(client:
     assert (await client.get(f"/v1/jobs/{job_id}")).json()["counts"]["backlog"] == 0
 
 
+async def test_a_network_by_its_old_name_is_told_the_new_one(client: httpx.AsyncClient, job_id: str) -> None:
+    answer = await submit(client, job_id, task_body(0, sandbox={"network": "bridge"}))
+    assert fields(answer) == {"tasks.0.sandbox.network": "must be 'none' or 'open': 'bridge' is called 'open' now"}
+
+
+async def test_case_080_an_open_network_is_the_operators_to_allow(empty_redis_url: str, qwen3_dir: Path, tmp_path: Path) -> None:
+    settings = gateway_settings(empty_redis_url, qwen3_dir, tmp_path, allow_network=True)
+    async with running_gateway(settings) as gateway, gateway.client() as client:
+        job_id = (await client.post("/v1/jobs", json=job_body(sandbox={"network": "open"}))).json()["job_id"]
+        assert (await submit(client, job_id, task_body(0))).status_code == 202
+        await gateway.store.heartbeat("w1", {"backends": ["docker"], "disk": {"docker": "watch: the agent kills"}}, 30)
+        told = (await client.post(f"/v1/jobs/{job_id}/preflight")).json()
+        warned = {finding["field"] for finding in told["findings"] if finding["severity"] == "warning"}
+        assert warned >= {"sandbox.network", "sandbox.disk_mib"}
+        assert told["disk_limits"] == {"docker": ["watch: the agent kills"]}
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         pytest.param({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages", id="prompt-too-long"),
         pytest.param({"sandbox": {"backend": "process"}}, "sandbox.backend", id="backend"),
+        pytest.param({"sandbox": {"network": "open"}}, "sandbox.network", id="case-080-network"),
+        pytest.param({"sandbox": {"network": "bridge"}}, "sandbox.network", id="network-by-its-old-name"),
+        pytest.param({"sandbox": {"user": "0:0:0"}}, "sandbox.user", id="user"),
         pytest.param({"verifier": {"url": "http://192.168.1.1/reward"}}, "verifier.url", id="private-verifier"),
         pytest.param(
             {"verifier": {"command": "true", "files": {"/work/tests/t.py": ""}, "artifacts": ["/work"]}},

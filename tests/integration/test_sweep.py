@@ -11,7 +11,7 @@ from sandboxes.docker import DockerBackend
 from service.settings import Settings
 from tests.sandbox_backends import DEPLOYMENT, IMAGE, docker_host, has_engine, spec
 from tests.store_stack import Stack, store_at
-from workers.attempt_sandbox import sandbox_name
+from workers.owners import sandbox_name
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker
 

@@ -1,7 +1,7 @@
 """A worker's own life, on a real store: what ends it, and what it leaves to others when it goes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +10,11 @@ import aiohttp
 import pytest
 from pydantic import SecretStr
 
-from sandboxes.base import Sandbox, SandboxSpec, SandboxStartError
+from sandboxes.agent_sandbox import AgentSandbox
+from sandboxes.base import ExecResult, Sandbox, SandboxFencedError, SandboxLostError, SandboxSpec, SandboxStartError
 from sandboxes.docker import DockerBackend
 from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, pack_ids
+from service.leases import Lease
 from service.records import GroupState, Message, SandboxFields, TaskSpec
 from service.settings import Settings
 from service.store import Store
@@ -56,7 +58,7 @@ class StuckBackend(DockerBackend):
         self.starting = asyncio.Event()
         self.cleaned = asyncio.Event()
 
-    async def create(self, spec: SandboxSpec, *, name: str) -> Sandbox:
+    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
         self.starting.set()
         try:
             await asyncio.Event().wait()
@@ -65,24 +67,42 @@ class StuckBackend(DockerBackend):
         raise SandboxStartError("never")
 
 
-class Attached:
-    """A sandbox that another worker opened."""
+class Attached(Sandbox):
+    """A sandbox that another worker opened; `ended` says how we left it."""
 
-    id = "s1"
-    destroyed = False
+    def __init__(self, *, fenced: bool) -> None:
+        self.fenced = fenced
+        self.asked: list[str | None] = []
+        self.ended: list[str] = []
+
+    async def exec(self, argv: Sequence[str], *, call_id: str | None = None, **more: Any) -> ExecResult:
+        self.asked.append(call_id)
+        if self.fenced:
+            raise SandboxFencedError("the holder of another lease attached to it")
+        raise SandboxLostError("enough of it")
 
     async def destroy(self) -> None:
-        self.destroyed = True
+        self.ended.append("destroyed")
+
+    async def detach(self) -> None:
+        self.ended.append("detached")
 
 
 class AttachingBackend(DockerBackend):
-    def __init__(self) -> None:
-        super().__init__(deployment_id="attaching")
-        self.sandbox = Attached()
+    """Has one sandbox, in its life `boot_id`."""
 
-    async def attach(self, sandbox_id: str) -> Sandbox:
-        assert sandbox_id == self.sandbox.id
-        return cast(Sandbox, self.sandbox)
+    def __init__(self, *, boot_id: str = "b1", fenced: bool = False) -> None:
+        super().__init__(deployment_id="attaching")
+        self.boot_id = boot_id
+        self.sandbox = Attached(fenced=fenced)
+        self.fences: list[int] = []
+
+    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
+        assert sandbox_id == "s1"
+        self.fences.append(fence)
+        if boot_id != self.boot_id:
+            raise SandboxLostError("it was restarted: what ran in it is gone")
+        return cast(AgentSandbox, self.sandbox)
 
 
 class BrokenHeart(Store):
@@ -131,25 +151,61 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
     await backend.aclose()
 
 
-@pytest.mark.parametrize(("crashed", "attempts"), [(True, 3), (False, 4)], ids=["crashed", "left-in-order"])
-async def test_an_attempt_given_up_at_take_over_leaves_no_sandbox(stack: Stack, qwen3_dir: Path, crashed: bool, attempts: int) -> None:
-    """A call of unknown outcome begins anew, at once without its sandbox; a worker that left in order costs the rollout no attempt."""
-    await stack.open_job(group_size=1, model={"tokenizer": str(qwen3_dir), "renderer": "qwen3", "context_tokens": 1000})
-    task = TaskSpec(task_id="t", messages=[Message(role="user", content="hi")], tools=["bash"])
-    [(_, group)] = (await stack.groups.submit(stack.job_id, [task])).groups
-    call = Call(id="c", name="bash", arguments='{"command":"ls"}')
-    for attempt in range(1, attempts + 1):
-        lease = await stack.one()
-        opened = Opened(at=1.0, attempt=attempt, worker="w1")
-        entries: list[AnyEntry] = [opened, Prompted(at=1.0, token_ids=pack_ids([1])), Replied(at=1.0, content="", calls=[call])]
-        await stack.leases.append(lease, [*entries, SandboxOpened(at=1.0, id="s1", seconds=0.1)], at_index=0)
-        if crashed:
-            await stack.store.redis.zadd(f"rw:{{{stack.job_id}}}:leases", {lease.rollout_id: 1})  # as time does
-        else:
-            await stack.leases.release(lease)
-        backend = AttachingBackend()
-        async with resources_of(stack, qwen3_dir, docker=backend) as resources:
-            await drive(await stack.one(), resources, Hold())
-        assert backend.sandbox.destroyed
-        await backend.aclose()
-    assert await stack.state(group) is (GroupState.FAILED if crashed else GroupState.RUNNING)
+TOOL_TASK = TaskSpec(task_id="t", messages=[Message(role="user", content="hi")], tools=["bash"])
+CALL = Call(id="c", name="bash", arguments='{"command":"ls"}')
+
+
+async def left_in_a_call(stack: Stack, *, boot_id: str) -> Lease:
+    """The next lease of the rollout; its worker before is gone, and nobody saw the call's end."""
+    lease = await stack.one()
+    opened = Opened(at=1.0, attempt=lease.attempt, worker="w1")
+    entries: list[AnyEntry] = [opened, Prompted(at=1.0, token_ids=pack_ids([1])), Replied(at=1.0, content="", calls=[CALL])]
+    await stack.leases.append(lease, [*entries, SandboxOpened(at=1.0, id="s1", seconds=0.1, boot_id=boot_id)], at_index=0)
+    await stack.store.redis.zadd(f"rw:{{{stack.job_id}}}:leases", {lease.rollout_id: 1})  # as time does
+    return await stack.one()
+
+
+async def open_tool_job(stack: Stack, tokenizer: Path) -> str:
+    """The id of the one rollout's group."""
+    await stack.open_job(group_size=1, model={"tokenizer": str(tokenizer), "renderer": "qwen3", "context_tokens": 1000})
+    [(_, group)] = (await stack.groups.submit(stack.job_id, [TOOL_TASK])).groups
+    return group
+
+
+async def test_a_call_is_asked_for_again_by_its_id_case_065(stack: Stack, qwen3_dir: Path) -> None:
+    await open_tool_job(stack, qwen3_dir)
+    lease = await left_in_a_call(stack, boot_id="b1")
+    backend = AttachingBackend()
+    async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+        await drive(lease, resources, Hold())
+    assert backend.sandbox.asked == [f"{lease.rollout_id}/a1/c/shell"]
+    assert backend.fences == [int(lease.fence)]
+    assert backend.sandbox.ended == ["destroyed"]
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("journaled", ["b0", ""], ids=["another-boot", "older-version"])
+async def test_in_another_life_of_its_sandbox_an_attempt_begins_anew(stack: Stack, qwen3_dir: Path, journaled: str) -> None:
+    group = await open_tool_job(stack, qwen3_dir)
+    lease = await left_in_a_call(stack, boot_id=journaled)
+    backend = AttachingBackend()
+    async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+        await drive(lease, resources, Hold())
+    assert backend.sandbox.asked == []
+    assert (await stack.one()).attempt == 2
+    assert await stack.state(group) is GroupState.RUNNING
+    await backend.aclose()
+
+
+async def test_a_fenced_worker_changes_nothing_and_destroys_nothing(stack: Stack, qwen3_dir: Path) -> None:
+    group = await open_tool_job(stack, qwen3_dir)
+    lease = await left_in_a_call(stack, boot_id="b1")
+    written = await stack.leases.journal(lease.rollout_id)
+    backend = AttachingBackend(fenced=True)
+    async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+        await drive(lease, resources, Hold())
+    assert backend.sandbox.ended == ["detached"]
+    assert await stack.leases.journal(lease.rollout_id) == written
+    record = await stack.groups.rollout(lease.rollout_id)
+    assert (record.attempt, record.state, await stack.state(group)) == (1, "leased", GroupState.RUNNING)
+    await backend.aclose()

@@ -1,5 +1,6 @@
 """The turn loop's decisions: a table of situations, and properties over random journals."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from service import journal
 from service.journal import AnyEntry, Call, Progress
 from service.records import FinishReason, Limits, StopReason
-from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, next_step, outcome_unknown
+from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, next_step
 
 LIMITS = Limits(turns=3, tokens=100, turn_tokens=40, wall_s=60.0)
 CONTEXT = 1000
@@ -90,23 +91,12 @@ def test_token_limit_stops_after_the_answers() -> None:
     assert next_step(progress, limits, context_tokens=CONTEXT) == Stop(StopReason.TOKEN_LIMIT)
 
 
-@pytest.mark.parametrize(
-    ("calls", "answered", "unknown"),
-    [
-        pytest.param([BASH], [], True, id="a-command-may-have-run"),
-        pytest.param([BASH], ["c0"], False, id="its-result-is-journaled"),
-        pytest.param([BAD, BASH], [], False, id="the-command-comes-after-an-unanswered-one"),
-        pytest.param([BAD, BASH], ["c1"], True, id="the-command-is-next"),
-        pytest.param([SUBMIT], [], False, id="submit-touches-nothing"),
-    ],
-)
-def test_case_065_outcome_unknown(calls: list[Call], answered: list[str], unknown: bool) -> None:
-    entries: list[AnyEntry] = [prompted(), generated(5), replied(*calls), *(observed(call_id) for call_id in answered)]
-    assert not outcome_unknown(Progress(entries))  # no sandbox, so nothing ran in it
-    opened = [*entries, journal.SandboxOpened(at=0.0, id="s", seconds=0.1)]
-    assert outcome_unknown(Progress(opened)) is unknown
-    assert not outcome_unknown(Progress([*opened, journal.HandedBack(at=0.0)]))
-    assert not outcome_unknown(Progress([*opened, journal.Stopped(at=0.0, reason="submitted")]))
+def test_a_journal_of_an_older_version_has_no_boot() -> None:
+    old = msgspec.msgpack.encode(["sandbox_opened", 0.0, "s", 0.1])
+    progress = Progress([journal.decode(old)])
+    assert (progress.sandbox_id, progress.boot_id) == ("s", "")
+    opened = journal.SandboxOpened(at=0.0, id="s", seconds=0.1, boot_id="b1")
+    assert Progress([journal.decode(journal.encode(opened))]).boot_id == "b1"
 
 
 @st.composite

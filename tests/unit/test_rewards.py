@@ -21,6 +21,7 @@ def ended(stdout: bytes = b"", stderr: bytes = b"", exit_code: int | None = 0, *
 
 CUT = MARKER.format(omitted=9).encode()
 TIMED_OUT = ended(b"1.0\n", exit_code=None, timed_out=True)
+DISK_FULL = ended(b"1.0\n", exit_code=137, disk_full=True)
 OUT_OF_MEMORY = ended(b"1.0\n", exit_code=137, oom_killed=True)
 
 
@@ -34,6 +35,7 @@ OUT_OF_MEMORY = ended(b"1.0\n", exit_code=137, oom_killed=True)
         pytest.param("exit_code", ended(exit_code=0, oom_killed=True), 1.0, None, id="a-child-was-killed-and-the-parent-decided"),
         pytest.param("exit_code", TIMED_OUT, 0.0, "verifier_timeout", id="timeout"),
         pytest.param("exit_code", OUT_OF_MEMORY, 0.0, "verifier_out_of_memory", id="memory"),
+        pytest.param("number", DISK_FULL, 0.0, "verifier_disk_full", id="disk"),
         pytest.param("number", ended(b"noise\n0.25\n"), 0.25, None, id="number"),
         pytest.param("number", ended(b"-1.5e1\r\n\n  \n"), -15.0, None, id="number-before-empty-lines"),
         pytest.param("number", ended(b"3"), 3.0, None, id="number-without-newline"),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.base import MARKER, ExecResult, SandboxError, SandboxLostError
+from sandboxes.base import MARKER, MAX_OUTPUT_BYTES, ExecResult, Sandbox, SandboxError, SandboxLostError
 from service.journal import Call
 from service.records import TaskSpec
-from workers.commands import within
+from workers.commands import Steps, within
 from workers.edit_file import Edit, EditRefusedError, edit_file, replace_once, resolve
 from workers.observations import MAX_ERROR_CHARS, call_error_text, clip, command_text, cut_middle, valid_utf8
 from workers.tools import error_observation, run_call, sandbox_spec, tool_names, tool_specs
@@ -22,12 +22,10 @@ def ran(stdout: bytes = b"", stderr: bytes = b"", exit_code: int | None = 0, **m
     return ExecResult(exit_code=exit_code, stdout=stdout, stderr=stderr, seconds=0.1, **more)
 
 
-class ScriptedSandbox:
+class ScriptedSandbox(Sandbox):
     """Answers each `exec` with the next result, or raises it; remembers what it was asked."""
 
     def __init__(self, *answers: ExecResult | SandboxError) -> None:
-        self.id = "scripted"
-        self.start_seconds = 0.0
         self.asked: list[dict[str, Any]] = []
         self._answers = list(answers)
 
@@ -40,27 +38,17 @@ class ScriptedSandbox:
         stdin: bytes | None = None,
         env: Mapping[str, str] | None = None,
         workdir: str | None = None,
+        user: str | None = None,
         session: str | None = None,
+        call_id: str | None = None,
     ) -> ExecResult:
-        self.asked.append({"argv": list(argv), "timeout_s": timeout_s, "stdin": stdin, "session": session, "workdir": workdir})
+        self.asked.append(
+            {"argv": list(argv), "timeout_s": timeout_s, "stdin": stdin, "session": session, "workdir": workdir, "call_id": call_id}
+        )
         answer = self._answers.pop(0)
         if isinstance(answer, SandboxError):
             raise answer
         return answer
-
-    async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None: ...
-
-    async def get(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
-        return b""
-
-    async def put_tar(self, archive: bytes) -> None: ...
-
-    async def kill_all(self) -> None: ...
-
-    async def poll(self) -> bool:
-        return True
-
-    async def destroy(self) -> None: ...
 
 
 def task(**fields: Any) -> TaskSpec:
@@ -91,6 +79,11 @@ CUSTOM = {"type": "function", "function": {"name": "lint", "description": "Check
             ran(b"rc=137\n", oom_killed=True),
             "rc=137\n[killed for memory: a process went over the sandbox's memory limit]",
             id="case-038-oom",
+        ),
+        pytest.param(
+            ran(b"x\n", exit_code=137, disk_full=True),
+            "x\n[killed: the sandbox's files outgrew its disk limit; remove some]\n[exit code 137]",
+            id="disk-full",
         ),
         pytest.param(ran(b"x\n", exit_code=2, truncated=True), "x\n[output cut to 100 bytes]\n[exit code 2]", id="cut-by-the-sandbox"),
     ],
@@ -183,11 +176,13 @@ def test_tool_specs_are_in_the_tasks_order() -> None:
 
 
 def test_sandbox_spec_carries_every_field() -> None:
-    given = {"image": "i:1", "files": {"/work/é.txt": "é"}, "setup": ["true"], "workdir": "/w", "network": "bridge", "cpus": 2.0}
+    given = {"image": "i:1", "files": {"/work/é.txt": "é"}, "setup": ["true"], "workdir": "/w", "network": "open", "cpus": 2.0}
+    given |= {"user": "1000:1000"}
     given |= {"memory_mib": 64, "pids": 9, "disk_mib": 17, "env": {"A": "b"}, "read_only": True, "runtime": "runsc"}
     spec = sandbox_spec(task(sandbox=given), labels={"job": "j1"}, start_s=7.0)
     assert spec.files == {"/work/é.txt": "é".encode()}
-    assert (spec.image, spec.setup, spec.workdir, spec.network, spec.cpus) == ("i:1", ("true",), "/w", "bridge", 2.0)
+    assert (spec.image, spec.setup, spec.workdir, spec.network, spec.cpus) == ("i:1", ("true",), "/w", "open", 2.0)
+    assert spec.user == "1000:1000"
     assert (spec.memory_mib, spec.pids, spec.disk_mib, spec.env, spec.read_only, spec.runtime) == (64, 9, 17, {"A": "b"}, True, "runsc")
     assert (spec.labels, spec.start_s) == ({"job": "j1"}, 7.0)
 
@@ -198,8 +193,38 @@ async def test_bash_runs_in_the_lasting_shell() -> None:
     observed = await run_call(sandbox, task(tools=["bash"], limits={"tool_s": 5.0}), call)
     assert (observed.text, observed.failed, observed.submitted) == ("hi\n[exit code 3]", True, False)
     assert sandbox.asked == [
-        {"argv": ["bash", "-c", "echo hi; exit 3"], "timeout_s": 5.0, "stdin": None, "session": "main", "workdir": None}
+        {
+            "argv": ["bash", "-c", "echo hi; exit 3"],
+            "timeout_s": 5.0,
+            "stdin": None,
+            "session": "main",
+            "workdir": None,
+            "call_id": None,
+        }
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answers", "expected"),
+    [
+        pytest.param("bash", {"command": "true"}, [ran()], ["r/a1/c/shell"], id="bash"),
+        pytest.param("lint", {}, [ran()], ["r/a1/c/run"], id="custom"),
+        pytest.param("edit_file", {"path": "f", "new_text": "x"}, [ran(exit_code=92), ran()], ["r/a1/c/read", "r/a1/c/write"], id="edit"),
+    ],
+)
+async def test_each_step_of_a_call_has_an_id_of_its_own_case_065(
+    name: str, arguments: dict[str, str], answers: list[ExecResult], expected: list[str]
+) -> None:
+    sandbox = ScriptedSandbox(*answers)
+    call = Call(id="c", name=name, arguments=json.dumps(arguments))
+    observed = await run_call(sandbox, task(tools=["bash", "edit_file", CUSTOM]), call, call_id="r/a1/c")
+    assert [asked["call_id"] for asked in sandbox.asked] == expected
+    assert observed.seconds == pytest.approx(0.1 * len(expected))  # the sandbox's own, so a call asked again costs no more
+
+
+def test_a_tools_output_fits_what_a_sandbox_keeps() -> None:
+    largest = {"limits": {"tool_output_bytes": 10_000_000}}
+    assert task(**largest).limits.tool_output_bytes <= MAX_OUTPUT_BYTES
 
 
 async def test_a_custom_tool_gets_its_arguments_on_stdin() -> None:
@@ -318,9 +343,10 @@ def test_a_single_occurrence_is_replaced_and_nothing_else(before: str, old: str,
         pytest.param([ran(b"", b"head: cannot open", 1)], "cannot open", id="unreadable"),
         pytest.param([ran(b"old"), ran(b"", b"No space left on device", 1)], "No space left", id="full-disk"),
         pytest.param([ran(b"old"), ran(exit_code=None, timed_out=True)], "timed out after 5 s", id="timeout"),
+        pytest.param([ran(b"old"), ran(exit_code=137, disk_full=True)], "outgrew its disk limit", id="killed-for-disk"),
     ],
 )
 async def test_edits_that_are_refused(answers: list[ExecResult], words: str) -> None:
     edit = Edit(path="f", old_text="old", new_text="new")
     with pytest.raises(EditRefusedError, match=words):
-        await edit_file(ScriptedSandbox(*answers), edit, workdir="/work", timeout_s=5)
+        await edit_file(Steps(ScriptedSandbox(*answers), None, 5), edit, workdir="/work")

@@ -176,18 +176,18 @@ static int pack(int count, char **paths) {
 
 static struct tar_reader reader;
 
-/* Makes room for what is no directory: 0, or 1 after a line. */
+/* Makes room for what is no directory: 0, or a code after a line, as everything below. */
 static int make_room(int parent, const char *name) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
-    return complain(member.path, strerror(errno));
+    return complain_as(member.path, errno);
 }
 
-/* The content into `fd`: 0, or 1 after a line. */
+/* The content into `fd`. */
 static int unpack_content(int fd) {
     const unsigned char *from;
     long got;
     while ((got = tar_content(&reader, &from)) > 0)
-        if (write_fully(fd, from, (size_t)got) < 0) return complain(member.path, strerror(errno));
+        if (write_fully(fd, from, (size_t)got) < 0) return complain_as(member.path, errno);
     return got < 0 ? complain_of("the archive", reader.error) : 0;
 }
 
@@ -195,13 +195,14 @@ static int unpack_file(int parent, const char *name, const struct files_owner *o
     struct timespec times[2] = {member.changed, member.changed};
     int fd = openat(parent, name, NEW_FILE, 0600);
     if (fd < 0 && errno == EEXIST) {
-        if (make_room(parent, name) != 0) return 1;
+        int done = make_room(parent, name);
+        if (done != 0) return done;
         fd = openat(parent, name, NEW_FILE, 0600);
     }
-    if (fd < 0) return complain(member.path, strerror(errno));
+    if (fd < 0) return complain_as(member.path, errno);
     int done = unpack_content(fd);
-    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, member.mode) < 0 || futimens(fd, times) < 0)) done = complain(member.path, strerror(errno));
-    if (close(fd) < 0 && done == 0) done = complain(member.path, strerror(errno));
+    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, member.mode) < 0 || futimens(fd, times) < 0)) done = complain_as(member.path, errno);
+    if (close(fd) < 0 && done == 0) done = complain_as(member.path, errno);
     if (done != 0) unlinkat(parent, name, 0);
     return done;
 }
@@ -209,31 +210,33 @@ static int unpack_file(int parent, const char *name, const struct files_owner *o
 static int unpack_link(int parent, const char *name, const struct files_owner *owner) {
     struct timespec times[2] = {member.changed, member.changed};
     struct stat status;
-    if (make_room(parent, name) != 0) return 1;
-    if (symlinkat(member.link, parent, name) < 0) return complain(member.path, strerror(errno));
-    if (give_name(parent, name, owner) < 0) return complain(member.path, strerror(errno));
+    int done = make_room(parent, name);
+    if (done != 0) return done;
+    if (symlinkat(member.link, parent, name) < 0) return complain_as(member.path, errno);
+    if (give_name(parent, name, owner) < 0) return complain_as(member.path, errno);
     utimensat(parent, name, times, AT_SYMLINK_NOFOLLOW);
-    if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return complain(member.path, strerror(errno));
+    if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return complain_as(member.path, errno);
     return remember_link(&status) < 0 ? complain_of("the archive", "too many links") : 0;
 }
 
 /* A second name for a file; of a link there is none, since what is put below it would leave. */
 static int link_file(int source, const char *target, int parent, const char *name) {
     struct stat status, there;
-    if (source < 0 || fstatat(source, target, &status, AT_SYMLINK_NOFOLLOW) < 0) return complain(member.link, strerror(errno));
+    if (source < 0 || fstatat(source, target, &status, AT_SYMLINK_NOFOLLOW) < 0) return complain_as(member.link, errno);
     if (!S_ISREG(status.st_mode)) return complain(member.link, "is no file to link to");
     if (fstatat(parent, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && there.st_dev == status.st_dev && there.st_ino == status.st_ino) return 0;
-    if (make_room(parent, name) != 0) return 1;
-    return linkat(source, target, parent, name, 0) < 0 ? complain(member.path, strerror(errno)) : 0;
+    int done = make_room(parent, name);
+    if (done != 0) return done;
+    return linkat(source, target, parent, name, 0) < 0 ? complain_as(member.path, errno) : 0;
 }
 
 static int unpack_hard_link(int parent, const char *name) {
     char own_name[NAME_MAX + 1];
     const char *target;
-    if (strlen(name) > NAME_MAX) return complain(member.path, strerror(ENAMETOOLONG));
+    if (strlen(name) > NAME_MAX) return complain_as(member.path, ENAMETOOLONG);
     strcpy(own_name, name); /* it and the directory are good for one parent_directory */
     int own_parent = fcntl(parent, F_DUPFD_CLOEXEC, 3);
-    if (own_parent < 0) return complain(member.path, strerror(errno));
+    if (own_parent < 0) return complain_as(member.path, errno);
     int source = parent_directory(member.link, FOLLOW_OLD, NULL, &target);
     int done = source == PATH_REFUSED ? 1 : link_file(source, target, own_parent, own_name);
     close(own_parent);
@@ -242,9 +245,9 @@ static int unpack_hard_link(int parent, const char *name) {
 
 static int unpack_directory(int parent, const char *name, const struct files_owner *owner) {
     int fd = make_directory(parent, name, owner);
-    if (fd < 0) return complain(member.path, strerror(errno));
+    if (fd < 0) return complain_as(member.path, errno);
     struct timespec times[2] = {member.changed, member.changed};
-    int done = fchmod(fd, member.mode) < 0 ? complain(member.path, strerror(errno)) : 0;
+    int done = fchmod(fd, member.mode) < 0 ? complain_as(member.path, errno) : 0;
     futimens(fd, times); /* good until something is put into it */
     close(fd);
     return done;
@@ -255,8 +258,8 @@ static int unpack_member(const struct files_owner *owner) {
     if (member.kind == TAR_OTHER) return 0;
     int parent = parent_directory(member.path, FOLLOW_OLD, owner, &name);
     if (parent == PATH_REFUSED) return 1;
-    if (parent < 0) return complain(member.path, strerror(errno));
-    if (strcmp(name, ".") == 0) return member.kind == TAR_DIRECTORY ? 0 : complain(member.path, "is a directory");
+    if (parent < 0) return complain_as(member.path, errno);
+    if (strcmp(name, ".") == 0) return member.kind == TAR_DIRECTORY ? 0 : complain_as(member.path, EISDIR);
     switch (member.kind) {
         case TAR_FILE: return unpack_file(parent, name, owner);
         case TAR_LINK: return unpack_link(parent, name, owner);
@@ -271,16 +274,16 @@ static int remove_path(const char *path) {
     if (parent == PATH_REFUSED) return 1;
     if (parent < 0) return 0;
     if (strcmp(name, ".") == 0) return complain(path, "cannot be removed");
-    return walk_remove(&walk, parent, name) < 0 ? complain(path, strerror(errno)) : 0;
+    return walk_remove(&walk, parent, name) < 0 ? complain_as(path, errno) : 0;
 }
 
 static int unpack(int count, char **removed, const struct files_owner *owner) {
+    int done, next;
     for (int i = 0; i < count; i++)
-        if (remove_path(removed[i]) != 0) return 1;
+        if ((done = remove_path(removed[i])) != 0) return done;
     tar_open(&reader, 0);
-    int next;
     while ((next = tar_next(&reader, &member)) > 0)
-        if (unpack_member(owner) != 0) return 1;
+        if ((done = unpack_member(owner)) != 0) return done;
     if (next < 0) return complain_of("the archive", reader.error);
     tar_drain(&reader);
     return 0;
@@ -292,26 +295,26 @@ static int unpack(int count, char **removed, const struct files_owner *owner) {
 static int read_file(const char *path) {
     static unsigned char chunk[CHUNK];
     struct stat status;
-    if (stat(path, &status) < 0) return complain(path, strerror(errno));
-    if (S_ISDIR(status.st_mode)) return complain(path, strerror(EISDIR));
+    if (stat(path, &status) < 0) return complain_as(path, errno);
+    if (S_ISDIR(status.st_mode)) return complain_as(path, EISDIR);
     int fd = S_ISREG(status.st_mode) ? open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC) : -2;
-    if (fd == -1) return complain(path, strerror(errno));
+    if (fd == -1) return complain_as(path, errno);
     if (fd < 0 || fstat(fd, &status) < 0 || !S_ISREG(status.st_mode)) return complain(path, "is no regular file");
     ssize_t got;
     while ((got = read(fd, chunk, CHUNK)) != 0) {
-        if (got < 0 && errno != EINTR) return complain(path, strerror(errno));
+        if (got < 0 && errno != EINTR) return complain_as(path, errno);
         if (got > 0 && write_fully(1, chunk, (size_t)got) < 0) return complain_of("stdout", strerror(errno));
     }
     return 0;
 }
 
-/* fd 0 into `fd`: 0, or 1 after a line. */
+/* fd 0 into `fd`. */
 static int fill_file(int fd, const char *path) {
     static unsigned char chunk[CHUNK];
     ssize_t got;
     while ((got = read(0, chunk, CHUNK)) != 0) {
         if (got < 0 && errno != EINTR) return complain_of("stdin", strerror(errno));
-        if (got > 0 && write_fully(fd, chunk, (size_t)got) < 0) return complain(path, strerror(errno));
+        if (got > 0 && write_fully(fd, chunk, (size_t)got) < 0) return complain_as(path, errno);
     }
     return 0;
 }
@@ -323,16 +326,16 @@ static int write_file(const char *path, unsigned mode, const struct files_owner 
     struct stat status;
     int parent = parent_directory(path, FOLLOW_OLD, owner, &name);
     if (parent == PATH_REFUSED) return 1;
-    if (parent < 0) return complain(path, strerror(errno));
-    if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(status.st_mode)) return complain(path, strerror(EISDIR));
+    if (parent < 0) return complain_as(path, errno);
+    if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(status.st_mode)) return complain_as(path, EISDIR);
     snprintf(fresh, sizeof fresh, ".rollway-%d", (int)getpid());
     unlinkat(parent, fresh, 0); /* left by a write that was killed */
     int fd = openat(parent, fresh, NEW_FILE, 0600);
-    if (fd < 0) return complain(path, strerror(errno));
+    if (fd < 0) return complain_as(path, errno);
     int done = fill_file(fd, path);
-    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, mode) < 0)) done = complain(path, strerror(errno));
-    if (close(fd) < 0 && done == 0) done = complain(path, strerror(errno));
-    if (done == 0 && renameat(parent, fresh, parent, name) < 0) done = complain(path, strerror(errno));
+    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, mode) < 0)) done = complain_as(path, errno);
+    if (close(fd) < 0 && done == 0) done = complain_as(path, errno);
+    if (done == 0 && renameat(parent, fresh, parent, name) < 0) done = complain_as(path, errno);
     if (done != 0) unlinkat(parent, fresh, 0);
     return done;
 }
@@ -349,7 +352,7 @@ int files_main(int kind, int argc, char **argv, const struct files_owner *owner)
     signal(SIGPIPE, SIG_IGN);
     umask(0);
     raise_open_files();
-    if (chdir("/") != 0) return complain("/", strerror(errno));
+    if (chdir("/") != 0) return complain_as("/", errno);
     switch (kind) {
         case FILES_PACK: return pack(argc, argv);
         case FILES_UNPACK: return unpack(argc, argv, owner);

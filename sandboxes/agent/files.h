@@ -18,7 +18,7 @@ struct files_owner {
     gid_t gid;
 };
 
-/* Does one call of `kind` and returns its exit code: 0, or 1 after a line on fd 2.
+/* Does one call of `kind` and returns its exit code: 0, or after a line on fd 2 the errno that explains it, 1 where there is none.
  *
  * argv: `argc` strings, no program name before them. pack: paths; unpack: paths to remove first, may be none; read: a path; write: a path
  * and an octal mode. A path that is not absolute counts from `/`; one with a `..` is an error.

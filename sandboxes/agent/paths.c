@@ -21,19 +21,29 @@ int write_fully(int fd, const void *bytes, size_t size) {
     return 0;
 }
 
-static int say(const char *before, const char *what, const char *reason) {
+static void say(const char *before, const char *what, const char *reason) {
     char line[SHOWN + 256];
     int length = snprintf(line, sizeof line, "%s%.*s: %c%.200s", before, SHOWN, what, tolower((unsigned char)reason[0]), reason + 1);
     for (int i = 0; i < length; i++)
         if (iscntrl((unsigned char)line[i])) line[i] = '?';
     line[length] = '\n';
     write_fully(2, line, (size_t)length + 1);
+}
+
+int complain(const char *path, const char *reason) {
+    say(path[0] == '/' ? "" : "/", path, reason);
     return 1;
 }
 
-int complain(const char *path, const char *reason) { return say(path[0] == '/' ? "" : "/", path, reason); }
+int complain_as(const char *path, int error) {
+    complain(path, strerror(error));
+    return error;
+}
 
-int complain_of(const char *what, const char *reason) { return say("", what, reason); }
+int complain_of(const char *what, const char *reason) {
+    say("", what, reason);
+    return 1;
+}
 
 /* ---- ownership ---- */
 

@@ -35,8 +35,11 @@ int give_name(int parent, const char *name, const struct files_owner *owner);
 /* All of `size` bytes: 0, or -1 with errno. */
 int write_fully(int fd, const void *bytes, size_t size);
 
-/* Writes the line `/path: reason` to fd 2, or `what: reason`, and returns 1. */
+/* Each writes one line to fd 2 and returns the exit code for it. `/path: reason`, 1: */
 int complain(const char *path, const char *reason);
+/* the reason being an errno, that errno: */
+int complain_as(const char *path, int error);
+/* `what: reason`, 1: */
 int complain_of(const char *what, const char *reason);
 
 #endif

@@ -25,6 +25,7 @@ from sandboxes.base import (
     SandboxStartError,
 )
 from sandboxes.channel import Channel
+from sandboxes.channel_attachment import Patience
 from sandboxes.docker_agent import EngineAgent
 from sandboxes.docker_config import Host, ImageFacts
 from sandboxes.docker_containers import Containers
@@ -54,7 +55,7 @@ class _Prepared:
 class DockerBackend:
     """A `SandboxBackend` over one engine.
 
-    `answer_s` bounds every answer of the engine; `busy_pause_s` grows with every 429 of a registry.
+    `answer_s` bounds every answer of the engine, `patience` those of the agents; `busy_pause_s` grows with every 429 of a registry.
     """
 
     name = "docker"
@@ -67,9 +68,10 @@ class DockerBackend:
         limits: StartLimits | None = None,
         answer_s: float = 30.0,
         busy_pause_s: float = 3.0,
+        patience: Patience = Patience(),
     ) -> None:
         self.limits = limits or StartLimits()
-        self._answer_s = answer_s
+        self._patience = patience
         self._engine = Engine(docker_host, answer_s=answer_s)
         self._agent = EngineAgent(self._engine)
         self._images = Images(self._engine, busy_pause_s=busy_pause_s)
@@ -220,7 +222,7 @@ class DockerBackend:
         return await self._attached(self._containers.line(found["Id"]), fence=fence, boot_id=boot_id)
 
     async def _attached(self, line: DockerLine, *, fence: int, boot_id: str | None = None) -> AgentSandbox:
-        channel = Channel(line, fence=fence, boot_id=boot_id)
+        channel = Channel(line, fence=fence, boot_id=boot_id, patience=self._patience)
         await channel.open()
         return AgentSandbox(line, channel)
 

@@ -23,7 +23,6 @@ _MIB = 2**20
 _SHM_MIB = 64
 _SCRATCH = ("/tmp", "/var/tmp", "/run", "/root")
 """Writable in a sandbox with a read-only root, beside its working directory."""
-_OPEN_TO_ALL = frozenset({"/tmp", "/var/tmp"})
 _IMAGE_MAY_SET = frozenset({"PATH", "LANG", "HOME"})
 """Where the image's own value is the better default: its programs may lie elsewhere."""
 
@@ -35,11 +34,12 @@ _NETWORK_CAPABILITIES = ("NET_ADMIN", "SYS_ADMIN")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """What an image says about whatever is started from it. `user` is empty for root."""
+    """What an image says about whatever is started from it. `user` is empty for root; `volumes` are paths that it wants mounted."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    volumes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +124,11 @@ def container(spec: SandboxSpec, *, name: str, deployment_id: str, image: ImageF
         "StdinOnce": False,  # attachers come and go
         "Tty": False,
         "Healthcheck": {"Test": ["NONE"]},
-        "HostConfig": _host_config(spec, host, joins=joins),
+        "HostConfig": _host_config(spec, image, host, joins=joins),
     }
 
 
-def _host_config(spec: SandboxSpec, host: Host, *, joins: bool) -> dict[str, Any]:
+def _host_config(spec: SandboxSpec, image: ImageFacts, host: Host, *, joins: bool) -> dict[str, Any]:
     config: dict[str, Any] = {
         "NetworkMode": f"container:{host.pause}" if joins else {"open": "bridge"}.get(spec.network, "none"),
         "CapDrop": ["ALL"],
@@ -143,7 +143,7 @@ def _host_config(spec: SandboxSpec, host: Host, *, joins: bool) -> dict[str, Any
             {"Name": "fsize", "Soft": spec.disk_mib * _MIB, "Hard": spec.disk_mib * _MIB},
         ],
         "Mounts": [agent_mount(host.agent_volume)],
-        "Tmpfs": _tmpfs(spec),
+        "Tmpfs": _tmpfs(spec, image),
         "ReadonlyRootfs": spec.read_only,
         "LogConfig": {"Type": "none"},
         "RestartPolicy": {"Name": "no"},
@@ -162,14 +162,18 @@ def agent_mount(volume: str) -> dict[str, Any]:
     return {"Type": "volume", "Source": volume, "Target": AGENT_DIRECTORY, "ReadOnly": True, "VolumeOptions": {"NoCopy": True}}
 
 
-def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
-    """Each is bounded by `disk_mib`; the agent's watch and the memory limit bound their sum."""
+def _tmpfs(spec: SandboxSpec, image: ImageFacts) -> dict[str, str]:
+    """Each is bounded by `disk_mib`, the memory limit bounds their sum.
+
+    A volume of the image becomes one too, and is empty: one of the engine's would lie on its disk without any bound.
+    """
     shm_mib = min(_SHM_MIB, spec.disk_mib)
     mounts = {"/dev/shm": f"rw,nosuid,nodev,noexec,{_bounds(shm_mib)},mode=1777"}
-    if spec.read_only:
-        for path in (*_SCRATCH, spec.workdir):
-            mode = "1777" if path in _OPEN_TO_ALL else "0700" if path == "/root" else "0755"
-            mounts[path] = f"rw,nosuid,nodev,exec,{_bounds(spec.disk_mib)},mode={mode}"
+    scratch = (*_SCRATCH, spec.workdir) if spec.read_only else ()
+    for path in (*image.volumes, *scratch):
+        mode = "0700" if path == "/root" else "0755" if path == "/run" else "1777"
+        mounts[path] = f"rw,nosuid,nodev,exec,{_bounds(spec.disk_mib)},mode={mode}"
+    mounts.pop(AGENT_DIRECTORY, None)
     return mounts
 
 

@@ -33,7 +33,8 @@ class Images:
             raise
         config = found["Config"] or {}
         env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
-        return ImageFacts(env=env, user=config.get("User") or "", labels=config.get("Labels") or {})
+        volumes = tuple(config.get("Volumes") or ())
+        return ImageFacts(env=env, user=config.get("User") or "", labels=config.get("Labels") or {}, volumes=volumes)
 
     async def references(self) -> frozenset[str]:
         """Tags and digests of every image that the engine has."""

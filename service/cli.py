@@ -105,12 +105,13 @@ def list_sandboxes(json: AsJson = False) -> None:
 @sandbox.command("cleanup")
 def clean_up_sandboxes(
     everything: Annotated[bool, typer.Option("--all", help="all of this deployment, and what they share on the engine")] = False,
+    older_than: Annotated[float, typer.Option(help="without --all: leave those younger than so many seconds", min=0)] = 10.0,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     json: AsJson = False,
 ) -> None:
     """Remove the sandboxes that no live rollout or worker owns; prints what it removed."""
     flags = {"--all": everything, "--yes": yes, "--json": json}
-    _become("workers.inventory", "cleanup", *(flag for flag, given in flags.items() if given))
+    _become("workers.inventory", "cleanup", f"--older-than={older_than}", *(flag for flag, given in flags.items() if given))
 
 
 @main.command()

@@ -26,7 +26,7 @@ from service.store import open_store
 from workers.backends import open_backends
 from workers.owners import Owner, live_owners
 
-YOUNG_S = 10.0
+OLDER_THAN_S = 10.0
 """A cleanup leaves what is younger: its worker may be about to say that it lives."""
 
 
@@ -123,7 +123,7 @@ async def ls(settings: Settings, options: argparse.Namespace) -> int:
 async def cleanup(settings: Settings, options: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         inventory = await look(settings, stack, ask_store=not options.all)
-        doomed = [box for box in inventory.boxes if options.all or (box.state == "orphan" and box.age_s >= YOUNG_S)]
+        doomed = [box for box in inventory.boxes if options.all or (box.state == "orphan" and box.age_s >= options.older_than)]
         if doomed and not options.yes:
             show(doomed, as_json=False)
             if not await asyncio.to_thread(confirmed, len(doomed)):
@@ -142,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     listing.set_defaults(run=ls)
     cleaning = commands.add_parser("cleanup", help="remove what no live rollout or worker owns")
     cleaning.set_defaults(run=cleanup)
+    cleaning.add_argument("--older-than", type=float, default=OLDER_THAN_S, metavar="SECONDS", help="without --all: leave younger ones")
     cleaning.add_argument("--all", action="store_true", help="everything of this deployment, and what they share on the engine")
     cleaning.add_argument("--keep-shared", action="store_true", help="with --all: leave what they share")
     cleaning.add_argument("--yes", action="store_true", help="do not ask")

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from sandboxes.base import ExecResult, SandboxInfo, SandboxSpec
+from sandboxes.base import ExecResult, Sandbox, SandboxBackend, SandboxInfo, SandboxSpec
 from service import journal
 from service.groups import Groups
 from service.jobs import Jobs
@@ -49,48 +49,24 @@ HERE = Path(__file__).parent
 OUTPUT = ("    total += weights[index] * values[index]  # accumulate\n" * 40)[:1100].encode()
 
 
-class InstantSandbox:
+class InstantSandbox(Sandbox):
     """A sandbox whose every command prints the same text at once: tool time is not what is measured."""
 
     id = "instant"
+    boot_id = "instant"
     start_seconds = 0.0
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        max_output_bytes: int,
-        stdin: bytes | None = None,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        session: str | None = None,
-    ) -> ExecResult:
+    async def exec(self, argv: Sequence[str], **more: object) -> ExecResult:
         return ExecResult(exit_code=0, stdout=OUTPUT, stderr=b"", seconds=0.0)
 
-    async def put(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None: ...
-    async def get(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
-        return b""
 
-    async def put_tar(self, archive: bytes) -> None: ...
-    async def kill_all(self) -> None: ...
-    async def poll(self) -> bool:
-        return True
-
-    async def destroy(self) -> None: ...
-
-
-class InstantBackend:
+class InstantBackend(SandboxBackend):
     name = "docker"
 
-    @asynccontextmanager
-    async def open(self, spec: SandboxSpec, *, name: str) -> AsyncIterator[InstantSandbox]:
-        yield InstantSandbox()
-
-    async def create(self, spec: SandboxSpec, *, name: str) -> InstantSandbox:
+    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> InstantSandbox:
         return InstantSandbox()
 
-    async def attach(self, sandbox_id: str) -> InstantSandbox:
+    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> InstantSandbox:
         return InstantSandbox()
 
     async def images(self) -> frozenset[str]:
@@ -99,11 +75,8 @@ class InstantBackend:
     async def list(self) -> Sequence[SandboxInfo]:
         return []
 
-    async def sweep(self, *, keep: frozenset[str], older_than_s: float) -> int:
+    async def sweep(self, **which: object) -> int:
         return 0
-
-    async def ping(self) -> None: ...
-    async def aclose(self) -> None: ...
 
 
 def canned_reply(tokenizer_dir: Path, path: Path) -> None:

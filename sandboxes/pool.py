@@ -256,7 +256,7 @@ class SandboxPool:
             raise SandboxStartError(f"sandbox {name} was not ready within {spec.start_s:g} s of its claim") from error
         finally:
             if adopted is None:
-                await to_the_end(_destroyed(warm))
+                await _destroyed(warm)
             self._claiming.discard(warm.name)
 
     def _note(self, spec: SandboxSpec, *, used_warm: bool) -> None:

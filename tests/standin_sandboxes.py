@@ -41,6 +41,8 @@ class StandinSandbox:
         await to_the_end(self._destroy())
 
     async def _destroy(self) -> None:
+        if self.backend.removals_held is not None:
+            await self.backend.removals_held.wait()
         await self.backend.steps()
         self.backend.boxes.pop(self.id, None)
 
@@ -56,6 +58,7 @@ class StandinBackend:
     boxes: dict[str, StandinSandbox] = field(default_factory=dict)
     held: asyncio.Event | None = None
     """Creates and adoptions wait for it."""
+    removals_held: asyncio.Event | None = None
     closed: bool = False
     name: str = "standin"
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)

@@ -147,6 +147,29 @@ async def test_the_old_are_replaced(backend: StandinBackend) -> None:
         await until(lambda: pool.counts.refilled >= 2 and pool.counts.removed >= 1)
 
 
+async def test_what_is_being_removed_still_has_its_place(backend: StandinBackend) -> None:
+    async with pool_over(backend, size=1, max_age_s=0.01) as pool:
+        await warmed(pool)
+        backend.removals_held = asyncio.Event()
+        await until(lambda: pool.counts.warm == 0)
+        await asyncio.sleep(0.2)
+        assert len([name for name in backend.names if name.startswith(pool.prefix)]) == 1
+        backend.removals_held.set()
+        await until(lambda: pool.counts.refilled >= 2)
+
+
+async def test_a_removal_that_found_no_place_is_made_when_the_pool_closes() -> None:
+    backend = StandinBackend(limits=StartLimits(max_starting=1, starts_per_s=1e6, burst=100))
+    pool = pool_over(backend, max_age_s=0.01)
+    owned = await warmed(pool)
+    async with backend.limits.removal():
+        await until(lambda: pool.counts.warm == 0)
+        closing = asyncio.create_task(pool.aclose())
+        await asyncio.sleep(0.02)
+    await closing
+    assert list(backend.boxes) == [owned.id]
+
+
 async def test_a_refill_waits_behind_every_cold_start() -> None:
     backend = StandinBackend(limits=StartLimits(max_starting=1, starts_per_s=1e6, burst=100))
     async with pool_over(backend) as pool:
@@ -186,27 +209,44 @@ async def test_a_sweep_keeps_what_the_pool_knows_and_takes_what_it_lost(pool: Sa
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["create", "other", "bad", "cancel", "kill", "refuse", "break", "turn", "turns"]), st.integers(0, 40)),
+    st.tuples(
+        st.sampled_from(
+            ["create", "create", "other", "bad", "cancel", "hasty", "hasty", "hasty", "kill", "refuse", "break", "turn", "turns"]
+        ),
+        st.integers(0, 40),
+    ),
     max_size=60,
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(size=st.integers(0, 4), places=st.integers(1, 3), hesitation=st.integers(0, 3), operations=OPERATIONS)
-def test_nothing_is_given_twice_nothing_is_lost(size: int, places: int, hesitation: int, operations: list[tuple[str, int]]) -> None:
-    asyncio.run(interleaved(size, places, hesitation, operations))
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(0, 4), places=st.integers(1, 3), hesitation=st.integers(0, 3), warm=st.booleans(), operations=OPERATIONS)
+def test_nothing_is_given_twice_nothing_is_lost(
+    size: int, places: int, hesitation: int, warm: bool, operations: list[tuple[str, int]]
+) -> None:
+    asyncio.run(interleaved(StandinBackend(hesitation=hesitation), size, places, warm, operations))
 
 
-async def interleaved(size: int, places: int, hesitation: int, operations: list[tuple[str, int]]) -> None:
-    backend = StandinBackend(limits=StartLimits(max_starting=places, starts_per_s=1e6, burst=10_000), hesitation=hesitation)
+async def interleaved(backend: StandinBackend, size: int, places: int, warm: bool, operations: list[tuple[str, int]]) -> None:
+    backend.limits = StartLimits(max_starting=places, starts_per_s=1e6, burst=10_000)
     pool = pool_over(backend, size=size)
     tasks: list[asyncio.Task[Sandbox]] = []
+    for _ in range(12 if warm and size else 0):  # used often enough to have all that fits
+        tasks.append(asyncio.create_task(pool.create(SPEC, name=f"r{len(tasks)}")))
+        await asyncio.wait(tasks[-1:])
+        for _ in range(40):
+            await asyncio.sleep(0)
     specs = {"create": SPEC, "other": OTHER, "bad": replace(SPEC, setup=("exit 1",))}
     for what, which in operations:
         if what in specs:
             tasks.append(asyncio.create_task(pool.create(specs[what], name=f"r{len(tasks)}")))
         elif what == "cancel" and tasks:
             tasks[which % len(tasks)].cancel()
+        elif what == "hasty":
+            tasks.append(asyncio.create_task(pool.create(SPEC, name=f"r{len(tasks)}")))
+            for _ in range(which % 10):
+                await asyncio.sleep(0)
+            tasks[-1].cancel()
         elif what == "kill" and backend.boxes:
             list(backend.boxes.values())[which % len(backend.boxes)].alive = False
         elif what == "refuse":

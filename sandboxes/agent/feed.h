@@ -1,0 +1,28 @@
+/* The stdin of a call on its way from frames into a pipe. */
+#ifndef ROLLWAY_FEED_H
+#define ROLLWAY_FEED_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "loop.h"
+
+enum { STDIN_WINDOW = 262144 };
+
+/* Counted from the start of the call's stdin: bytes [written, accepted) are held. */
+struct feed {
+    uint64_t accepted, written, allowed;
+    uint8_t *bytes;
+    size_t size, start;
+    bool ended;
+};
+
+void feed_open(struct feed *feed);
+/* Takes bytes that begin at `offset`; none: the end. What it has already is dropped. False on a gap, or past the window. */
+bool feed_add(struct feed *feed, uint64_t offset, const uint8_t *bytes, size_t count);
+/* Writes as much as the pipe takes and closes it after the last byte. Where nobody reads any more the bytes go to nowhere. */
+void feed_write(struct feed *feed, struct source *pipe);
+void feed_close(struct feed *feed);
+
+#endif

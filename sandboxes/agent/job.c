@@ -1,0 +1,365 @@
+#define _GNU_SOURCE
+#include "job.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "call.h"
+#include "memory.h"
+#include "session.h"
+#include "tree.h"
+
+enum {
+    SCRATCH_BYTES = 65536,
+    DRAIN_BYTES = 1048576, /* the most that a pipe of the sandbox can hold */
+    PIPE_BYTES = 1048576,
+    LEFT_MAX = 128, /* of so many jobs whose call is over the pipes stay open */
+    KILL_PAUSE_US = 10000,
+    KILL_PAUSE_MAX_US = 500000,
+};
+
+static struct job *first, *last;
+static bool strays_expected;
+static int64_t strays_again_us;
+
+static void job_link(struct job *job) {
+    job->previous = last;
+    if (last != NULL)
+        last->next = job;
+    else
+        first = job;
+    last = job;
+}
+
+static void job_unlink(struct job *job) {
+    *(job->previous != NULL ? &job->previous->next : &first) = job->next;
+    *(job->next != NULL ? &job->next->previous : &last) = job->previous;
+}
+
+static bool is_supervisor(pid_t pid) {
+    for (struct job *job = first; job != NULL; job = job->next)
+        if (job->pid == pid)
+            return true;
+    return false;
+}
+
+static bool is_left(const struct job *job) { return job->call == NULL && job->session == NULL && (job->out.fd >= 0 || job->err.fd >= 0); }
+
+static void close_pipes(struct job *job) {
+    source_close(&job->in);
+    source_close(&job->out);
+    source_close(&job->err);
+    source_close(&job->control);
+}
+
+static void job_free(struct job *job) {
+    close_pipes(job);
+    source_close(&job->status);
+    job_unlink(job);
+    loop_free_later(job);
+}
+
+ssize_t job_read(struct source *source, uint8_t *at, size_t count) {
+    ssize_t got = read(source->fd, at, count);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR))
+        return -1;
+    if (got > 0)
+        return got;
+    return 0;
+}
+
+/* Reads once; false when there is nothing more for now. */
+static bool take_output(struct job *job, struct source *source) {
+    static uint8_t *scratch;
+    if (scratch == NULL)
+        scratch = memory_fixed(SCRATCH_BYTES, false);
+    ssize_t count = source->fd >= 0 ? job_read(source, scratch, SCRATCH_BYTES) : -1;
+    if (count < 0)
+        return false;
+    if (count == 0) {
+        source_close(source);
+        return false;
+    }
+    if (job->call != NULL)
+        call_printed(job->call, source == &job->err, scratch, (size_t)count);
+    return true;
+}
+
+static void out_ready(struct source *source, uint32_t events) {
+    struct job *job = owner_of(source, struct job, out);
+    (void)events;
+    if (job->call != NULL && (job->kind == KIND_PACK || job->kind == KIND_READ))
+        call_data_ready(job->call);
+    else
+        take_output(job, source);
+}
+
+static void err_ready(struct source *source, uint32_t events) {
+    (void)events;
+    take_output(owner_of(source, struct job, err), source);
+}
+
+static void drain(struct job *job, struct source *source) {
+    for (size_t bytes = 0; bytes < DRAIN_BYTES && take_output(job, source); bytes += SCRATCH_BYTES)
+        ;
+}
+
+void job_drain(struct job *job) {
+    if (job->kind != KIND_PACK && job->kind != KIND_READ)
+        drain(job, &job->out);
+    drain(job, &job->err);
+}
+
+static void in_ready(struct source *source, uint32_t events) {
+    struct job *job = owner_of(source, struct job, in);
+    (void)events;
+    if (job->session != NULL)
+        session_feed(job->session);
+    else if (job->call != NULL)
+        call_feed(job->call);
+    else
+        source_close(source);
+}
+
+/* The report, once. */
+static bool read_report(struct job *job) {
+    if (job->status.fd < 0 || read(job->status.fd, &job->report, sizeof job->report) != sizeof job->report)
+        return false;
+    job->reported = true;
+    source_close(&job->status);
+    return true;
+}
+
+static void status_ready(struct source *source, uint32_t events) {
+    struct job *job = owner_of(source, struct job, status);
+    (void)events;
+    if (!read_report(job)) {
+        source_want(source, 0); /* the supervisor is gone; SIGCHLD follows */
+        return;
+    }
+    if (job->killing)
+        return;
+    job_drain(job);
+    if (job->session != NULL)
+        session_shell_ended(job->session);
+    else if (job->call != NULL)
+        call_reported(job->call, &job->report);
+}
+
+void job_leave(struct job *job) {
+    uint32_t left = 0;
+    job->call = NULL;
+    job->session = NULL;
+    source_close(&job->in);
+    source_close(&job->control);
+    source_want(&job->out, EPOLLIN);
+    struct job *oldest = NULL;
+    for (struct job *each = last; each != NULL; each = each->previous)
+        if (is_left(each)) {
+            left++;
+            oldest = each;
+        }
+    if (left > LEFT_MAX)
+        close_pipes(oldest);
+}
+
+struct pipes {
+    int in[2], out[2], err[2], status[2], control[2];
+};
+
+static void close_pair(int pair[2], int which) {
+    if (pair[which] >= 0)
+        close(pair[which]);
+}
+
+static void close_side(struct pipes *pipes, bool ours) {
+    close_pair(pipes->in, ours);
+    close_pair(pipes->out, !ours);
+    close_pair(pipes->err, !ours);
+    close_pair(pipes->status, !ours);
+    close_pair(pipes->control, !ours);
+}
+
+static bool make_pipes(struct pipes *pipes, bool control) {
+    *pipes = (struct pipes){{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}};
+    if (pipe2(pipes->in, O_CLOEXEC) == 0 && pipe2(pipes->out, O_CLOEXEC) == 0 && pipe2(pipes->err, O_CLOEXEC) == 0 &&
+        pipe2(pipes->status, O_CLOEXEC) == 0 && (!control || pipe2(pipes->control, O_CLOEXEC) == 0))
+        return true;
+    int reason = errno;
+    close_side(pipes, true);
+    close_side(pipes, false);
+    errno = reason;
+    return false;
+}
+
+static bool watch(struct source *source, int fd, uint32_t events, source_handler *ready) {
+    fcntl(fd, F_SETFL, O_NONBLOCK);
+    if (source_open(source, fd, EPOLLIN, ready) != 0)
+        return false;
+    source_want(source, events);
+    return true;
+}
+
+static void watch_pipes(struct job *job, const struct pipes *pipes, source_handler *control) {
+    job->control.fd = -1;
+    watch(&job->in, pipes->in[1], 0, in_ready); /* what cannot be watched is closed: the call ends by its time, or its process */
+    watch(&job->out, pipes->out[0], EPOLLIN, out_ready);
+    watch(&job->err, pipes->err[0], EPOLLIN, err_ready);
+    watch(&job->status, pipes->status[0], EPOLLIN, status_ready);
+    if (control != NULL)
+        watch(&job->control, pipes->control[0], EPOLLIN, control);
+    if (job->kind >= KIND_PACK) { /* many bytes pass: fewer turns */
+        fcntl(job->in.fd, F_SETPIPE_SZ, PIPE_BYTES);
+        fcntl(job->out.fd, F_SETPIPE_SZ, PIPE_BYTES);
+    }
+}
+
+struct job *job_start(const struct run_request *request, char **env, bool home_given, source_handler *control) {
+    struct pipes pipes;
+    struct job *job = calloc(1, sizeof *job);
+    if (job == NULL || !make_pipes(&pipes, control != NULL)) {
+        free(job);
+        return NULL;
+    }
+    struct spawn spawn = {
+        .kind = request->kind,
+        .argc = (int)request->argv.count,
+        .argv = request->argv.items,
+        .env = env,
+        .user = request->user,
+        .workdir = request->workdir,
+        .home_given = home_given,
+        .in = pipes.in[0],
+        .out = pipes.out[1],
+        .err = pipes.err[1],
+        .status = pipes.status[1],
+        .control = pipes.control[1],
+    };
+    job->kind = request->kind;
+    job->pid = spawn_start(&spawn);
+    int reason = errno;
+    close_side(&pipes, false);
+    if (job->pid < 0) {
+        close_side(&pipes, true);
+        free(job);
+        errno = reason;
+        return NULL;
+    }
+    watch_pipes(job, &pipes, control);
+    job_link(job);
+    return job;
+}
+
+/* A supervisor that the sandbox stopped cannot reap: it goes on. One that has nothing left to reap and still does not end is ended. */
+static void kill_once(struct job *job) {
+    if (job->kind >= KIND_PACK) {
+        kill(job->pid, SIGKILL);
+        return;
+    }
+    bool again = job->kill_again_us != 0;
+    size_t alive = tree_kill(job->pid, is_supervisor);
+    kill(job->pid, alive == 0 && again ? SIGKILL : SIGCONT);
+}
+
+static void plan_kill(struct job *job) {
+    job->killing = true;
+    job->kill_pause_us = job->kill_pause_us == 0 ? KILL_PAUSE_US : job->kill_pause_us * 2;
+    if (job->kill_pause_us > KILL_PAUSE_MAX_US)
+        job->kill_pause_us = KILL_PAUSE_MAX_US;
+    job->kill_again_us = now_us() + job->kill_pause_us;
+}
+
+void job_kill(struct job *job) {
+    if (job->killing)
+        return;
+    kill_once(job);
+    plan_kill(job);
+}
+
+struct job *job_of_call(uint64_t call_id) {
+    for (struct job *job = last; job != NULL; job = job->previous)
+        if (job->call_id == call_id)
+            return job;
+    return NULL;
+}
+
+bool jobs_alive(void) { return first != NULL || strays_expected; }
+
+/* What was adopted from supervisors that the sandbox's own commands killed. */
+static void kill_strays(void) {
+    strays_expected = tree_kill(getpid(), is_supervisor) > 0;
+    strays_again_us = now_us() + KILL_PAUSE_US;
+}
+
+void jobs_kill_all(void) {
+    bool at_once = getpid() == 1;
+    if (at_once)
+        kill(-1, SIGKILL);
+    for (struct job *job = first; job != NULL; job = job->next)
+        if (at_once)
+            plan_kill(job);
+        else
+            job_kill(job);
+    kill_strays();
+}
+
+bool jobs_all_dead(void) {
+    for (struct job *job = first; job != NULL; job = job->next)
+        if (job->killing)
+            return false;
+    return !strays_expected;
+}
+
+static void job_reaped(struct job *job, int status) {
+    if (!job->reported && !read_report(job)) {
+        if (WIFSIGNALED(status))
+            job->report = (struct report){.how = HOW_SIGNALLED, .code = WTERMSIG(status)};
+        else
+            job->report = (struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_PROCESS, .code = EMFILE};
+    }
+    if (WIFSIGNALED(status) && job->kind < KIND_PACK)
+        strays_expected = true;
+    job_drain(job);
+    struct call *call = job->call;
+    struct session *session = job->session;
+    struct report report = job->report;
+    if (session != NULL)
+        session_dead(session);
+    else if (call != NULL)
+        call_dead(call, &report);
+    job_free(job);
+}
+
+void jobs_reap(void) {
+    int status;
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+        for (struct job *job = first; job != NULL; job = job->next)
+            if (job->pid == pid) {
+                job_reaped(job, status);
+                break;
+            }
+    if (strays_expected)
+        kill_strays();
+}
+
+void jobs_tick(int64_t now) {
+    if (strays_expected && strays_again_us <= now)
+        kill_strays();
+    for (struct job *job = first; job != NULL; job = job->next)
+        if (job->killing && job->kill_again_us <= now) {
+            kill_once(job);
+            plan_kill(job);
+        }
+}
+
+int64_t jobs_deadline(void) {
+    int64_t next = strays_expected ? strays_again_us : 0;
+    for (struct job *job = first; job != NULL; job = job->next)
+        if (job->killing)
+            next = earlier(next, job->kill_again_us);
+    return next;
+}

@@ -1,0 +1,41 @@
+/* The processes that the agent starts. Each call has a supervisor: a fork of the agent that adopts whatever its command leaves behind
+ * (PR_SET_CHILD_SUBREAPER), so that a call's processes are exactly the descendants of its supervisor, session leaders and daemons
+ * included. It lives as long as any of them. */
+#ifndef ROLLWAY_SPAWN_H
+#define ROLLWAY_SPAWN_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+enum { CONTROL_FD = 250 }; /* where a lasting shell finds its control pipe: far above what scripts use */
+
+struct spawn {
+    int kind; /* KIND_EXEC or KIND_SESSION: argv is executed; else files_main does the work */
+    int argc;
+    char **argv, **env;
+    const char *user, *workdir;
+    bool home_given; /* HOME was asked for; else a user's own is set */
+    int in, out, err, status;
+    int control; /* or -1 */
+};
+
+enum { KIND_EXEC, KIND_SESSION, KIND_PACK, KIND_UNPACK, KIND_READ, KIND_WRITE, KIND_COUNT };
+
+enum how { HOW_EXITED, HOW_SIGNALLED, HOW_NOT_STARTED };
+
+/* What a supervisor reports, once, over the status pipe. A pipe takes so few bytes as a whole. */
+struct report {
+    uint8_t how;
+    uint8_t failed; /* 0, or the code of an ERROR: nothing was run */
+    uint16_t stage; /* of not started: 1 = the working directory */
+    int32_t code;
+};
+
+/* Forks the supervisor; its pid, or -1 with errno. The descriptors in `spawn` stay the caller's to close. */
+pid_t spawn_start(const struct spawn *spawn);
+
+/* Raises the limit of open files for the agent itself; what it starts gets the old one. Once, at the start. */
+void spawn_prepare(void);
+
+#endif

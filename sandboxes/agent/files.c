@@ -319,6 +319,21 @@ static int fill_file(int fd, const char *path) {
     return 0;
 }
 
+/* Without a name where the file system and /proc allow it, so that a write that is killed leaves nothing; else it is called `fresh`. */
+static int open_fresh(int parent, const char *fresh) {
+    int fd = access("/proc/self/fd", X_OK) == 0 ? openat(parent, ".", O_WRONLY | O_TMPFILE | O_CLOEXEC, 0600) : -1;
+    unlinkat(parent, fresh, 0); /* left by one that was killed */
+    return fd >= 0 ? fd : openat(parent, fresh, NEW_FILE, 0600);
+}
+
+static int name_fresh(int fd, int parent, const char *fresh) {
+    char path[32];
+    struct stat status;
+    if (fstat(fd, &status) < 0 || status.st_nlink > 0) return 0;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return linkat(AT_FDCWD, path, parent, fresh, AT_SYMLINK_FOLLOW);
+}
+
 /* Beside the file and then in its place: until it is whole, what was there stays. */
 static int write_file(const char *path, unsigned mode, const struct files_owner *owner) {
     const char *name;
@@ -329,11 +344,10 @@ static int write_file(const char *path, unsigned mode, const struct files_owner 
     if (parent < 0) return complain_as(path, errno);
     if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(status.st_mode)) return complain_as(path, EISDIR);
     snprintf(fresh, sizeof fresh, ".rollway-%d", (int)getpid());
-    unlinkat(parent, fresh, 0); /* left by a write that was killed */
-    int fd = openat(parent, fresh, NEW_FILE, 0600);
+    int fd = open_fresh(parent, fresh);
     if (fd < 0) return complain_as(path, errno);
     int done = fill_file(fd, path);
-    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, mode) < 0)) done = complain_as(path, errno);
+    if (done == 0 && (give(fd, owner) < 0 || fchmod(fd, mode) < 0 || name_fresh(fd, parent, fresh) < 0)) done = complain_as(path, errno);
     if (close(fd) < 0 && done == 0) done = complain_as(path, errno);
     if (done == 0 && renameat(parent, fresh, parent, name) < 0) done = complain_as(path, errno);
     if (done != 0) unlinkat(parent, fresh, 0);

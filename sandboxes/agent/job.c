@@ -89,10 +89,12 @@ static bool take_output(struct job *job, struct source *source) {
     return true;
 }
 
+static bool moves_data(const struct job *job) { return job->kind == KIND_PACK || job->kind == KIND_READ; }
+
 static void out_ready(struct source *source, uint32_t events) {
     struct job *job = owner_of(source, struct job, out);
     (void)events;
-    if (job->call != NULL && (job->kind == KIND_PACK || job->kind == KIND_READ))
+    if (job->call != NULL && moves_data(job))
         call_data_ready(job->call);
     else
         take_output(job, source);
@@ -109,7 +111,7 @@ static void drain(struct job *job, struct source *source) {
 }
 
 void job_drain(struct job *job) {
-    if (job->kind != KIND_PACK && job->kind != KIND_READ)
+    if (!moves_data(job))
         drain(job, &job->out);
     drain(job, &job->err);
 }
@@ -156,6 +158,10 @@ void job_leave(struct job *job) {
     job->session = NULL;
     source_close(&job->in);
     source_close(&job->control);
+    if (job->reaped) {
+        job_free(job);
+        return;
+    }
     source_want(&job->out, EPOLLIN);
     struct job *oldest = NULL;
     for (struct job *each = last; each != NULL; each = each->previous)
@@ -276,6 +282,10 @@ static void plan_kill(struct job *job) {
 void job_kill(struct job *job) {
     if (job->killing)
         return;
+    if (job->reaped) {
+        call_dead(job->call, &job->report);
+        return;
+    }
     kill_once(job);
     plan_kill(job);
 }
@@ -300,7 +310,7 @@ void jobs_kill_all(void) {
     if (at_once)
         kill(-1, SIGKILL);
     for (struct job *job = first; job != NULL; job = job->next)
-        if (at_once)
+        if (at_once && !job->reaped)
             plan_kill(job);
         else
             job_kill(job);
@@ -324,6 +334,11 @@ static void job_reaped(struct job *job, int status) {
     if (WIFSIGNALED(status) && job->kind < KIND_PACK)
         strays_expected = true;
     job_drain(job);
+    job->pid = -1;
+    if (moves_data(job) && job->call != NULL && job->out.fd >= 0 && !job->killing && WIFEXITED(status)) {
+        job->reaped = true; /* call_data_ready goes on to the end of the pipe */
+        return;
+    }
     struct call *call = job->call;
     struct session *session = job->session;
     struct report report = job->report;

@@ -23,6 +23,7 @@ struct job {
     struct session *session; /* of a lasting shell, until it ended */
     struct source status, in, out, err, control;
     bool reported, killing;
+    bool reaped; /* its process is gone, and the rest of its data still on the way */
     struct report report;
     int64_t kill_again_us, kill_pause_us;
 };

@@ -138,6 +138,49 @@ async def test_a_pull_holds_no_place_and_is_not_tried_again() -> None:
     assert (pulls, limits.counts.failed_engine, limits.counts.retried) == (1, 1, 0)
 
 
+class Registry:
+    """Pulls one image once for whoever waits, as a backend does: busy `refusals` times, then `answers`."""
+
+    def __init__(self, *, refusals: int, pull: asyncio.Event) -> None:
+        self.refusals = refusals
+        self.pulls = 0
+        self._pull = pull
+        self._pulling: asyncio.Task[None] | None = None
+
+    async def ensure(self) -> None:
+        if self._pulling is None:
+            self._pulling = asyncio.create_task(self._pulled())
+        await asyncio.shield(self._pulling)
+
+    async def _pulled(self) -> None:
+        for _ in range(3):
+            self.pulls += 1
+            if self.pulls > self.refusals:
+                await self._pull.wait()
+                return
+        raise SandboxStartError("429 toomanyrequests")
+
+
+async def test_case_040_two_hundred_starts_on_a_new_image() -> None:
+    limits, pull, tries = StartLimits(max_starting=4, starts_per_s=1e6, burst=500), asyncio.Event(), Tries()
+    registry = Registry(refusals=2, pull=pull)
+    group = [asyncio.create_task(limits.start(f"g{n}", within_s=60, prepare=registry.ensure, make=tries)) for n in range(200)]
+    await asyncio.sleep(0.01)
+    assert await begun(limits, Tries()) == "made", "other images are not delayed"
+    assert limits.counts.starting == 0
+    pull.set()
+    assert await asyncio.gather(*group) == ["made"] * 200
+    assert (registry.pulls, limits.counts.started, tries.most) == (3, 201, 4)
+
+
+async def test_case_040_a_registry_that_stays_down_is_infrastructure() -> None:
+    limits, registry = StartLimits(), Registry(refusals=9, pull=asyncio.Event())
+    group = (limits.start(f"g{n}", within_s=60, prepare=registry.ensure, make=Tries()) for n in range(20))
+    ends = await asyncio.gather(*group, return_exceptions=True)
+    assert {type(end) for end in ends} == {SandboxStartError}
+    assert (registry.pulls, limits.counts.failed_engine, limits.counts.failed_spec) == (3, 20, 0)
+
+
 async def test_a_start_that_hangs_ends_with_its_budget() -> None:
     async def hang(_: None, budget: Budget) -> str:
         await asyncio.Event().wait()

@@ -37,5 +37,9 @@ async def _probed(engine: Engine, image: str) -> bool:
             raise
         logger.info("no quotas, disk_mib is watched by the agents: %s", error)
         return False
-    await engine.call("remove the probe", "DELETE", f"containers/{made['Id']}", params={"force": "true"})
+    try:
+        await engine.call("remove the probe", "DELETE", f"containers/{made['Id']}", params={"force": "true"})
+    except EngineError as error:
+        if error.status not in (404, 409):  # somebody else cleans up
+            raise
     return True

@@ -316,7 +316,7 @@ static void part(struct call *call) {
 void call_finish(struct call *call, const struct report *report) {
     part(call);
     call->how = report->how;
-    call->stage = report->stage;
+    call->flags |= report->no_workdir ? ENDED_NO_WORKDIR : 0;
     call->code = report->code;
     call->wall_us = now_us() - call->begun_us;
     if (oom_kills() > call->oom_before)

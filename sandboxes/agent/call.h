@@ -21,6 +21,7 @@ enum ended {
     ENDED_DISK_FULL = 8,
     ENDED_FLOODED = 16,
     ENDED_SESSION = 32,
+    ENDED_NO_WORKDIR = 64,
 };
 
 struct call {
@@ -36,7 +37,6 @@ struct call {
     size_t payload_size;
     uint8_t kind, flags, how;
     bool durable, forgotten, done, waiting, sending, data_waits;
-    uint16_t stage;
     int32_t code;
     int64_t begun_us, wall_us, deadline_us;
     uint64_t oom_before, flood, credit;

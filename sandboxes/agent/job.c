@@ -204,10 +204,7 @@ static bool make_pipes(struct pipes *pipes, bool control) {
 
 static bool watch(struct source *source, int fd, uint32_t events, source_handler *ready) {
     fcntl(fd, F_SETFL, O_NONBLOCK);
-    if (source_open(source, fd, EPOLLIN, ready) != 0)
-        return false;
-    source_want(source, events);
-    return true;
+    return source_open(source, fd, events, ready) == 0;
 }
 
 static void watch_pipes(struct job *job, const struct pipes *pipes, source_handler *control) {

@@ -185,7 +185,7 @@ static bool link_open(struct link *link, int in, int out) {
         close(out);
         return false;
     }
-    link->open = source_open(&link->out, out, EPOLLOUT, link_writable) == 0;
+    link->open = source_open(&link->out, out, 0, link_writable) == 0;
     if (!link->open)
         source_close(&link->in);
     return link->open;

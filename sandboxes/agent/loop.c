@@ -24,7 +24,7 @@ void loop_open(void) {
 int source_open(struct source *source, int fd, uint32_t events, source_handler *ready) {
     struct epoll_event event = {.events = events, .data.ptr = source};
     *source = (struct source){.fd = fd, .events = events, .ready = ready};
-    if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0)
+    if (events == 0 || epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0)
         return 0;
     int reason = errno;
     close(fd);

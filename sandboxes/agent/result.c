@@ -45,7 +45,7 @@ static void put_capture(uint8_t *at, const struct capture *capture) {
 static void put_header(uint8_t *at, const struct call *call) {
     at[0] = call->how;
     at[1] = call->flags;
-    put16(at + 2, call->stage);
+    put16(at + 2, 0);
     put32(at + 4, (uint32_t)call->code);
     put64(at + 8, (uint64_t)call->wall_us);
     put_capture(at + 16, &call->out);

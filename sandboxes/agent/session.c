@@ -316,7 +316,7 @@ void session_shell_ended(struct session *session) {
     if (call != NULL) {
         call->job = NULL;
         call->flags |= report.how == HOW_NOT_STARTED ? 0 : ENDED_SESSION;
-        if (report.how == HOW_NOT_STARTED && report.stage == 0 && report.failed == 0)
+        if (report.how == HOW_NOT_STARTED && !report.no_workdir && report.failed == 0)
             call_fail(call, ERROR_NO_SHELL, strerror(report.code));
         else
             call_finish(call, &report);

@@ -95,7 +95,7 @@ static _Noreturn void become_command(const struct spawn *spawn, const struct use
     if (harden_child() != 0)
         report_failure((struct report){.how = HOW_NOT_STARTED, .code = errno});
     if (chdir(spawn->workdir) != 0)
-        report_failure((struct report){.how = HOW_NOT_STARTED, .stage = 1, .code = errno});
+        report_failure((struct report){.how = HOW_NOT_STARTED, .no_workdir = 1, .code = errno});
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     report_failure((struct report){.how = HOW_NOT_STARTED, .code = execute(spawn->argv, spawn->env)});

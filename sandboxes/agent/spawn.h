@@ -28,7 +28,7 @@ enum how { HOW_EXITED, HOW_SIGNALLED, HOW_NOT_STARTED };
 struct report {
     uint8_t how;
     uint8_t failed; /* 0, or the code of an ERROR: nothing was run */
-    uint16_t stage; /* of not started: 1 = the working directory */
+    uint16_t no_workdir; /* not started since the working directory cannot be entered */
     int32_t code;
 };
 

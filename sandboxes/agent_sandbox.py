@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import math
 import os
 import re
@@ -16,6 +17,8 @@ from sandboxes.base import (
     MAX_OUTPUT_BYTES,
     ExecResult,
     SandboxContentError,
+    SandboxError,
+    SandboxFencedError,
     SandboxSpecError,
     SandboxTooLargeError,
     SandboxUserError,
@@ -25,6 +28,8 @@ from sandboxes.frames import Ended, How, Kind, Refusal, Result, Run, RunTooLongE
 from sandboxes.line import Line
 from sandboxes.output import joined
 from sandboxes.shielding import to_the_end
+
+logger = logging.getLogger(__name__)
 
 TRANSFER_S = 300.0
 """Budget of one transfer of files."""
@@ -40,6 +45,8 @@ _INLINE_BYTES = 65_536
 _PATHS_AT_ONCE = 1000
 """As many as a message to the agent holds, were all of them as long as paths can be."""
 _GET_TRIES = 3
+_OURS_S = 1.0
+"""For the agent's word, before a removal, that no later lease holds it; one that is stuck must go all the same."""
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _SHELLS = ("bash", "sh")
 _MAX_TIMEOUT_MS = 2**32 - 1
@@ -113,7 +120,7 @@ class AgentSandbox:
         except RunTooLongError:
             return _not_started(argv[0], errno.E2BIG)
         except RefusedError as error:
-            return _refused(argv[0], error)
+            return _refused(argv[0], user, error)
         return _told(argv[0], result)
 
     def forget(self) -> None:
@@ -173,9 +180,20 @@ class AgentSandbox:
 
     async def destroy(self) -> None:
         try:
-            await to_the_end(self._line.remove())
+            await to_the_end(self._removed())
         finally:
             await self._channel.aclose()
+
+    async def _removed(self) -> None:
+        """Ask first whether it is still ours: who was presumed dead, and wakes up, must not remove what another goes on with."""
+        try:
+            async with asyncio.timeout(_OURS_S):
+                await self._channel.ping()
+        except SandboxFencedError:
+            raise
+        except (SandboxError, TimeoutError):
+            logger.debug("%s is removed unasked: its agent does not answer", self.id)
+        await self._line.remove()
 
     async def _unpack(self, packed: bytes, *, replaced: Sequence[str] = ()) -> None:
         self._check(await self._channel.run(_transfer(Kind.UNPACK, replaced), stdin=packed))
@@ -246,9 +264,9 @@ def _named(session: str) -> str:
     return session
 
 
-def _refused(program: str, error: RefusedError) -> ExecResult:
+def _refused(program: str, user: str | None, error: RefusedError) -> ExecResult:
     if error.code == Refusal.NO_USER:
-        raise SandboxUserError(str(error)) from error
+        raise SandboxUserError(f"no user {user!r} here: {error}") from error
     reason = _NOT_STARTED.get(error.code)
     if reason is None:
         raise error

@@ -30,9 +30,11 @@ class Cgroups:
         return tuple(each / "cgroup.procs" for each in self.directories)
 
     @property
-    def memory_point(self) -> str:
-        """Where the agent looks for the memory group, below /sys/fs/cgroup."""
-        return "" if version2() else "/memory"
+    def oom_counter(self) -> Path:
+        """The file in which the kernel counts those killed for memory; an empty one where nobody counts."""
+        if self.memory is None:
+            return Path("/dev/null")
+        return self.memory / ("memory.events" if version2() else "memory.oom_control")
 
     async def remove(self) -> None:
         """Remove the groups; the kernel needs a moment after the last process died."""

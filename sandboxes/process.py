@@ -26,6 +26,7 @@ from sandboxes.base import (
     DEFAULT_ENV,
     Sandbox,
     SandboxError,
+    SandboxFencedError,
     SandboxInfo,
     SandboxLostError,
     SandboxSpec,
@@ -112,7 +113,7 @@ class ProcessBackend:
     async def adopt(self, sandbox: Sandbox, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
         """Make a bare sandbox of a pool the one that `spec` asks for: its name and labels, its holder, environment, files and setup.
 
-        It must have been created with the same limits and workdir.
+        It must have been created with the same limits and workdir. It is removed where this fails.
 
         Raises:
             SandboxLostError: it died in the pool.
@@ -120,19 +121,31 @@ class ProcessBackend:
         """
         _checked(spec, name)
         began = time.monotonic()
-        found = process_box.find(self._root, sandbox.id)
-        if found is None:
-            raise SandboxLostError(f"sandbox {sandbox.id} is gone")
-        directory, box = found
+        doomed = True
         try:
-            await self._vacated(name, spec.labels)
-            replace(box, labels=dict(spec.labels)).write(directory)
-            directory.rename(self._root / name)
-        except OSError as error:
-            raise SandboxStartError(f"sandbox {sandbox.id} could not be called {name}: {error}") from error
-        claimed = await self._furnished(sandbox.id, spec, fence=fence, boot_id=sandbox.boot_id)
+            await self._renamed(sandbox.id, name, spec.labels)
+            claimed = await self._furnished(sandbox.id, spec, fence=fence, boot_id=sandbox.boot_id)
+            doomed = False
+        except SandboxFencedError:
+            doomed = False
+            raise
+        finally:
+            if doomed:
+                await to_the_end(self._line(sandbox.id).remove())
         claimed.start_seconds = time.monotonic() - began
         return claimed
+
+    async def _renamed(self, sandbox_id: str, name: str, labels: Mapping[str, str]) -> None:
+        found = process_box.find(self._root, sandbox_id)
+        if found is None:
+            raise SandboxLostError(f"sandbox {sandbox_id} is gone")
+        directory, box = found
+        try:
+            await self._vacated(name, labels)
+            replace(box, labels=dict(labels)).write(directory)
+            directory.rename(self._root / name)
+        except OSError as error:
+            raise SandboxStartError(f"sandbox {sandbox_id} could not be called {name}: {error}") from error
 
     async def _furnished(self, sandbox_id: str, spec: SandboxSpec, *, fence: int, boot_id: str | None) -> AgentSandbox:
         sandbox, whole = await self._attached(sandbox_id, fence=fence, boot_id=boot_id), False
@@ -146,7 +159,7 @@ class ProcessBackend:
                 await sandbox.detach()
 
     async def _attached(self, sandbox_id: str, *, fence: int, boot_id: str | None) -> AgentSandbox:
-        line = ProcessLine(self._root, sandbox_id, answer_s=self._answer_s)
+        line = self._line(sandbox_id)
         channel = Channel(line, fence=fence, boot_id=boot_id, patience=Patience(connect_s=self._answer_s))
         await channel.open()
         return AgentSandbox(line, channel)
@@ -181,8 +194,7 @@ class ProcessBackend:
                 "/bin/sh", "-c", _JOIN, "sh", ":".join(str(path) for path in groups.procs),
                 "setsid", "--fork", "unshare", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork",
                 "sh", str(_ENTER_ROOT), str(directory), str(box.uid), spec.workdir, str(int(spec.read_only)), str(spec.disk_mib),
-                str(groups.memory or ""), groups.memory_point,
-                str(agent_binary.path(platform.machine())), str(socket.fileno()),
+                str(groups.oom_counter), str(agent_binary.path(platform.machine())), str(socket.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=log,
@@ -241,7 +253,7 @@ class ProcessBackend:
         ]
         for info in doomed:
             async with self.limits.removal():
-                await to_the_end(ProcessLine(self._root, info.id, answer_s=self._answer_s).remove())
+                await to_the_end(self._line(info.id).remove())
         return len(doomed)
 
     async def ping(self) -> None:
@@ -252,6 +264,9 @@ class ProcessBackend:
 
     async def aclose(self) -> None:
         """Nothing is held open."""
+
+    def _line(self, sandbox_id: str) -> ProcessLine:
+        return ProcessLine(self._root, sandbox_id, answer_s=self._answer_s)
 
 
 def _checked(spec: SandboxSpec, name: str) -> None:

@@ -1,8 +1,9 @@
 # Builds the root of one process sandbox, steps into it and becomes its first process, the agent. Run as root by
-#   unshare --mount --pid --ipc --uts --net --fork sh process_root.sh DIRECTORY UID WORKDIR READ_ONLY DISK_MIB MEMORY_CGROUP MEMORY_POINT AGENT FD
-# FD is the listening socket that the agent inherits. Everything that is mounted here is private to the sandbox and goes with its last process.
+#   unshare --mount --pid --ipc --uts --net --fork sh process_root.sh DIRECTORY UID WORKDIR READ_ONLY DISK_MIB OOM_COUNTER AGENT FD
+# FD is the listening socket that the agent inherits. Everything that is mounted here is private to the sandbox and goes with its last
+# process.
 set -eu
-directory=$1 uid=$2 workdir=$3 read_only=$4 disk_mib=$5 memory_cgroup=$6 memory_point=$7 agent=$8 fd=$9
+directory=$1 uid=$2 workdir=$3 read_only=$4 disk_mib=$5 oom_counter=$6 agent=$7 fd=$8
 
 read -r stat </proc/self/stat # the old /proc still shows the outer number
 set -- $stat
@@ -18,7 +19,7 @@ mount --make-rprivate /
 cd "$directory/root"
 mount --bind . .
 cd "$directory/root"
-mkdir -p .rollway usr etc proc dev run "sys/fs/cgroup$memory_point" tmp root var/tmp ".$workdir" .old
+mkdir -p .rollway usr etc proc dev run sys tmp root var/tmp ".$workdir" .old
 touch .rollway/agent && mount --bind "$agent" .rollway/agent && mount -o remount,bind,ro,nosuid .rollway/agent
 mount --rbind /usr usr
 mount -o remount,bind,ro,nosuid usr
@@ -43,9 +44,6 @@ for name in null zero full random urandom; do
 done
 ln -s /proc/self/fd dev/fd && ln -s fd/0 dev/stdin && ln -s fd/1 dev/stdout && ln -s fd/2 dev/stderr
 mkdir -m 1777 dev/shm
-if [ -n "$memory_cgroup" ]; then
-    mount --bind "$memory_cgroup" "sys/fs/cgroup$memory_point" && mount -o remount,bind,ro "sys/fs/cgroup$memory_point"
-fi
 chown "$uid:$uid" . etc root run sys var var/tmp tmp ".$workdir"
 chmod 1777 tmp var/tmp
 chmod 755 .
@@ -53,7 +51,9 @@ if [ "$read_only" = 1 ]; then
     for name in "$workdir" /tmp /root; do mount --bind ".$name" ".$name"; done
     mount -o remount,bind,ro .
 fi
+exec 8<"$oom_counter" # only the outer root can name it
 pivot_root . .old
 cd /
 umount -l /.old
-exec setpriv --reuid "$uid" --regid "$uid" --clear-groups unshare --user --map-root-user /.rollway/agent --listen "$fd"
+exec setpriv --reuid "$uid" --regid "$uid" --clear-groups unshare --user --map-root-user \
+    /.rollway/agent --listen "$fd" --oom 8

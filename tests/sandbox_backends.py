@@ -45,7 +45,7 @@ def make(kind: str, root: Path, *, answer_s: float = 30.0, deployment_id: str = 
 
 
 def spec(**changes: object) -> SandboxSpec:
-    fields: dict[str, object] = {"image": IMAGE, "labels": {"owner": "a"}, "pids": 64, "memory_mib": 128, "disk_mib": 64, "start_s": 30.0}
+    fields: dict[str, object] = {"image": IMAGE, "labels": {"owner": "a"}, "pids": 128, "memory_mib": 128, "disk_mib": 64, "start_s": 30.0}
     return SandboxSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 

@@ -37,11 +37,22 @@ async def test_open_detaches_and_destroy_is_idempotent(backend: SandboxBackend) 
     await asyncio.gather(sandbox.destroy(), sandbox.destroy())
     await sandbox.destroy()
     assert not await sandbox.poll()
+    with pytest.raises(SandboxError):
+        await bash(sandbox, "true")
+    with pytest.raises(SandboxLostError):
+        await backend.attach(sandbox.id)
+
+
+async def test_removed_by_another_it_is_lost(backend: SandboxBackend) -> None:
+    sandbox = await backend.create(spec(), name=named())
+    await backend.sweep(
+        keep=frozenset(), older_than_s=0, only=frozenset(info.name for info in await backend.list() if info.id == sandbox.id)
+    )
+    assert not await sandbox.poll()
     with pytest.raises(SandboxLostError) as lost:
         await bash(sandbox, "true")
     assert not lost.value.by_command
-    with pytest.raises(SandboxLostError):
-        await backend.attach(sandbox.id)
+    await sandbox.destroy()
 
 
 async def test_destroyed_while_a_command_runs(backend: SandboxBackend) -> None:
@@ -235,10 +246,10 @@ async def test_a_fenced_holder_removes_nothing(backend: SandboxBackend) -> None:
     sandbox = await backend.create(spec(), name=named(), fence=1)
     later = await backend.attach(sandbox.id, fence=2)
     with pytest.raises(SandboxFencedError):
-        await bash(sandbox, "true")
+        await sandbox.destroy()
     with pytest.raises(SandboxFencedError):
         await sandbox.destroy()
-    assert await later.poll()
+    assert (await bash(later, "echo mine")).stdout == b"mine\n"
     await later.destroy()
 
 

@@ -11,7 +11,6 @@ What always holds:
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 import math
@@ -21,11 +20,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from sandboxes.base import (
     Sandbox,
-    SandboxBackend,
     SandboxError,
     SandboxInfo,
     SandboxSpec,
@@ -33,6 +30,7 @@ from sandboxes.base import (
     SandboxStartError,
 )
 from sandboxes.demand import Demand, targets
+from sandboxes.poolable import Poolable, PoolableBackend, bare, kind
 from sandboxes.shielding import to_the_end
 from sandboxes.starting import StartLimits
 
@@ -53,37 +51,6 @@ MAX_BACKOFF_S = 60.0
 _BUSY_S = 0.05
 """How often the keeper looks for a free place while something is wanted, and _QUIET_S for what is too old or wanted no more."""
 _QUIET_S = 1.0
-_AT_CLAIM = frozenset({"files", "setup", "env", "labels", "start_s"})
-"""What a claim applies, or what says nothing about the sandbox: every other field of the spec tells two kinds apart."""
-
-
-class Poolable(Sandbox, Protocol):
-    """A sandbox that says by itself that it lives."""
-
-    async def ping(self) -> None:
-        """Returns once its agent answers. Raises SandboxError."""
-        ...
-
-
-class PoolableBackend(SandboxBackend, Protocol):
-    """A backend whose sandboxes can be started for nobody and given an owner later."""
-
-    @property
-    def limits(self) -> StartLimits: ...
-
-    async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> Poolable: ...
-
-    async def adopt(self, sandbox: Sandbox, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:
-        """Give `sandbox`, started from `bare(spec)`, its owner: rename it, take it under `fence`, apply environment, files and setup.
-
-        The caller let go of `sandbox` by `detach`. A name that is taken is treated as in `create`; `start_seconds` of what is returned
-        is what this took. When it fails or is cancelled, `sandbox.destroy` still removes it, under either name.
-
-        Raises:
-            SandboxSpecError: a setup command that fails: the message is the first error.
-            SandboxError: anything else: the caller may start another one.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -129,20 +96,6 @@ class _Shelf:
     @property
     def held(self) -> int:
         return len(self.ready) + self.filling
-
-
-def kind(spec: SandboxSpec) -> Hashable:
-    """What two specs have in common when a warm sandbox of one serves the other."""
-    return tuple(getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in _AT_CLAIM)
-
-
-def bare(spec: SandboxSpec, *, worker: str, max_age_s: float) -> SandboxSpec:
-    """What a warm sandbox is started from. Its lifetime is longer by what it may have waited."""
-    return SandboxSpec(
-        **{each.name: getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in (*_AT_CLAIM, "lifetime_s")},
-        lifetime_s=spec.lifetime_s + max_age_s,
-        labels={"pool": worker},
-    )
 
 
 class SandboxPool:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.base import Sandbox, SandboxError, SandboxSpec, SandboxSpecError, SandboxStartError
-from sandboxes.pool import SandboxPool, bare, kind
+from sandboxes.pool import SandboxPool
+from sandboxes.poolable import bare, kind
 from sandboxes.starting import RETRIES, StartLimits
 from tests.standin_sandboxes import StandinBackend
 

@@ -71,14 +71,15 @@ class TokenBucket:
         return max(0.0, -self._tokens / self._per_s)
 
 
-def retry_pause_s(error: SandboxError, *, tries: int, left_s: float, jitter: float) -> float | None:
+def retry_pause_s(error: SandboxError, *, tries: int, left_s: float, jitter: float, first_s: float = RETRY_PAUSE_S) -> float | None:
     """Seconds to pause before the next try, or None when there must be none. Pure.
 
-    tries: how many there were. left_s: what is left of the budget. jitter: in [0, 1), spreads those who failed together.
+    tries: how many there were. left_s: what is left of the budget. jitter: in [0, 1), spreads those who failed together. first_s: the
+    mean pause after the first try, doubled with each.
     """
     if isinstance(error, SandboxSpecError | SandboxFencedError | SandboxContentError) or tries > RETRIES:
         return None
-    pause_s = RETRY_PAUSE_S * 2 ** (tries - 1) * (0.5 + jitter)
+    pause_s = first_s * 2 ** (tries - 1) * (0.5 + jitter)
     return pause_s if pause_s < left_s else None
 
 
@@ -127,17 +128,23 @@ class StartLimits:
     """One per backend. `counts` is for metrics to read.
 
     max_starting: starts and sweeps' removals in flight; engines gain nothing past twice their cores. starts_per_s, burst: the rate of
-    starts. max_wait_s: the longest that a start waits for its place.
+    starts. max_wait_s: the longest that a start waits for its place. retry_pause_s: see the function.
     """
 
     def __init__(
-        self, *, max_starting: int = 4, starts_per_s: float = 50.0, burst: int = 20, max_wait_s: float = MAX_WAIT_S, seed: int | None = None
+        self,
+        *,
+        max_starting: int = 4,
+        starts_per_s: float = 50.0,
+        burst: int = 20,
+        max_wait_s: float = MAX_WAIT_S,
+        retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
         self.max_starting = max_starting
         self.counts = StartCounts()
         self._max_wait_s = max_wait_s
         self._bucket = TokenBucket(per_s=starts_per_s, burst=burst)
-        self._random = random.Random(seed)
+        self._retry_pause_s = retry_pause_s
         self._queues: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = (deque(), deque())
         """Who waits for a place: starts, then removals."""
 
@@ -196,7 +203,7 @@ class StartLimits:
                 async with self._place(start=True), budget.running():
                     return await make(prepared, budget)
             except SandboxError as error:
-                pause_s = retry_pause_s(error, tries=tries, left_s=budget.left_s, jitter=self._random.random())
+                pause_s = retry_pause_s(error, tries=tries, left_s=budget.left_s, jitter=random.random(), first_s=self._retry_pause_s)
                 if pause_s is None:
                     raise
             async with budget.running():

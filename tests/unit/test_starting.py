@@ -1,4 +1,4 @@
-"""The rules of starting: rate, retries, places and what is counted. No backend, and no test waits for a clock."""
+"""The rules of starting: rate, retries, places and what is counted. No backend, and nothing waits for long."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -98,7 +98,7 @@ def test_what_cannot_pass_is_not_tried_again(error: SandboxError) -> None:
 
 
 async def test_passing_failures_are_tried_again_and_counted() -> None:
-    limits, tries = StartLimits(seed=1), Tries(errors=[SandboxStartError("busy"), SandboxLostError("died")])
+    limits, tries = StartLimits(retry_pause_s=0.001), Tries(errors=[SandboxStartError("busy"), SandboxLostError("died")])
     assert await begun(limits, tries) == "made"
     assert (limits.counts.started, limits.counts.retried, limits.counts.failed_engine, limits.counts.starting) == (1, 2, 0, 0)
 
@@ -114,7 +114,7 @@ async def test_passing_failures_are_tried_again_and_counted() -> None:
     ],
 )
 async def test_a_failure_is_told_and_counted_once(raised: list[Exception], told: type[SandboxError], counted: str) -> None:
-    limits, tries = StartLimits(seed=1), Tries(errors=list(raised))
+    limits, tries = StartLimits(retry_pause_s=0.001), Tries(errors=list(raised))
     with pytest.raises(told):
         await begun(limits, tries)
     ends = {

@@ -155,6 +155,7 @@ bool links_flush(void) {
     for (struct link *link = links; link < links + LINKS_MAX; link++) {
         if (!link->open)
             continue;
+        bool was_busy = busy(link);
         flush(link);
         if (link->open && !busy(link))
             any |= parse(link);
@@ -162,6 +163,7 @@ bool links_flush(void) {
             flush(link);
         if (!link->open)
             continue;
+        any |= was_busy && !busy(link); /* what waited for room has it now, and no event will say so */
         source_want(&link->out, unsent_bytes(link) > 0 ? EPOLLOUT : 0);
         source_want(&link->in, busy(link) ? 0 : EPOLLIN);
     }

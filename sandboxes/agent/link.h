@@ -33,8 +33,8 @@ uint8_t *attacher_space(void);
 /* Sends what was put there. */
 void attacher_commit(uint8_t type, uint8_t flags, uint64_t call, uint32_t length);
 
-/* Writes out what is unsent, as far as it goes, and takes up handling frames again where that had to wait; whether it did. Once per turn
- * of the loop. */
+/* Writes out what is unsent, as far as it goes, and takes up handling frames again where that had to wait. Once per turn of the loop, and
+ * again while it returns true: there is room for more. */
 bool links_flush(void);
 
 #endif

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import tarfile
 from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -103,11 +102,10 @@ class AgentSandbox:
             raise ValueError("argv is empty: its first element is the program")
         if session is not None and stdin is not None:
             raise ValueError("a session's command has no stdin of its own: write a file, or use a here-document")
-        env = _checked(env or {})
         run = Run(
             kind=Kind.EXEC if session is None else Kind.SESSION,
-            argv=argv if session is None else (argv[0], _script(argv, env)),
-            env=env if session is None else {},
+            argv=argv if session is None else (argv[0], _script(argv)),
+            env=_checked(env or {}),
             user=user or "",
             workdir=workdir or "",
             session="" if session is None else _named(session),
@@ -251,11 +249,10 @@ def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
     return env
 
 
-def _script(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """What the session's shell reads: `env` is exported into it, for this command and those after."""
+def _script(argv: Sequence[str]) -> str:
     if len(argv) != 3 or argv[1] != "-c" or os.path.basename(argv[0]) not in _SHELLS:
         raise ValueError("a session runs [shell, '-c', script] only, and its shell is bash or sh")
-    return "".join([f"export {name}={shlex.quote(value)}\n" for name, value in env.items()]) + argv[2]
+    return argv[2]
 
 
 def _named(session: str) -> str:

@@ -9,15 +9,16 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sandboxes import docker_config, docker_disk
 from sandboxes.agent_sandbox import AgentSandbox
 from sandboxes.base import (
     Sandbox,
     SandboxError,
+    SandboxFencedError,
     SandboxInfo,
     SandboxLostError,
     SandboxSpec,
@@ -44,12 +45,6 @@ _EXIT_HARDEN = 71
 """The agent's exit code when it could not close the sandbox, as when it may not make a network namespace."""
 _SHARED_GONE = ("cannot join network", "no such container", "/.rollway/agent", "no such file or directory")
 """In its refusal when the pause container, or the agent's volume, was removed behind our back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    image: ImageFacts
-    host: Host
 
 
 class DockerBackend:
@@ -98,30 +93,29 @@ class DockerBackend:
 
     async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
         docker_config.checked(spec, name)
-
-        async def make(image: ImageFacts, budget: Budget) -> AgentSandbox:
-            sandbox = await self._made(spec, image, name=name, fence=fence, furnished=True)
-            sandbox.start_seconds = budget.spent_s
-            return sandbox
-
-        return await self.limits.start(name, within_s=spec.start_s, prepare=lambda: self._images.ensure(spec.image), make=make)
+        return await self._begun(spec, lambda: self._images.ensure(spec.image), name=name, fence=fence, furnished=True)
 
     async def restore(self, snapshot: str, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
         docker_config.checked(spec, name)
-        spec = replace(spec, image=snapshot)
+        found = await self._images.facts(snapshot)
+        if found is None or not self._snapshots.owns(snapshot, found.labels):
+            raise SandboxLostError(f"snapshot {snapshot} is gone, or past its time")
+        facts = found
 
-        async def prepare() -> ImageFacts:
-            facts = await self._images.facts(snapshot)
-            if facts is None or not self._snapshots.owns(snapshot, facts.labels):
-                raise SandboxLostError(f"snapshot {snapshot} is gone, or past its time")
+        async def known() -> ImageFacts:
             return facts
 
-        async def make(image: ImageFacts, budget: Budget) -> AgentSandbox:
-            sandbox = await self._made(spec, image, name=name, fence=fence, furnished=False)
+        return await self._begun(replace(spec, image=snapshot), known, name=name, fence=fence, furnished=False)
+
+    async def _begun(
+        self, spec: SandboxSpec, image: Callable[[], Awaitable[ImageFacts]], *, name: str, fence: int, furnished: bool
+    ) -> AgentSandbox:
+        async def make(facts: ImageFacts, budget: Budget) -> AgentSandbox:
+            sandbox = await self._made(spec, facts, name=name, fence=fence, furnished=furnished)
             sandbox.start_seconds = budget.spent_s
             return sandbox
 
-        return await self.limits.start(name, within_s=spec.start_s, prepare=prepare, make=make)
+        return await self.limits.start(name, within_s=spec.start_s, prepare=image, make=make)
 
     async def _made(self, spec: SandboxSpec, image: ImageFacts, *, name: str, fence: int, furnished: bool) -> AgentSandbox:
         """One try. It leaves nothing behind when it fails, whenever that is."""
@@ -185,31 +179,44 @@ class DockerBackend:
         return docker_disk.QUOTA if (await self._host()).quota else docker_disk.WATCH
 
     async def adopt(self, sandbox: Sandbox, spec: SandboxSpec, *, name: str, fence: int = 0) -> AgentSandbox:
-        """See `PoolableBackend.adopt`."""
+        """See `PoolableBackend.adopt`. It is removed where this fails, unless it is another holder's by then."""
+        docker_config.checked(spec, name)
         began = time.monotonic()
-        claimed: AgentSandbox | None = None
-        adopted = False
+        line = self._containers.line(sandbox.id)
+        doomed = True
         try:
-            line = self._containers.line(sandbox.id)
-            claimed = await self._claimed(line, spec, name=name, fence=fence, boot_id=sandbox.boot_id)
-            await _configure(claimed, spec, await self._images.ensure(spec.image))
-            await furnish(claimed, spec)
+            image = await self._images.ensure(spec.image)
+            claimed = await self._claimed(line, spec, image, name=name, fence=fence, boot_id=sandbox.boot_id)
             claimed.start_seconds = time.monotonic() - began
-            adopted = True
+            doomed = False
             return claimed
+        except SandboxFencedError:
+            doomed = False
+            raise
         finally:
-            given_up = sandbox if adopted else claimed
-            if isinstance(given_up, AgentSandbox):
-                await given_up.detach()
+            if doomed:
+                await to_the_end(line.remove())
 
-    async def _claimed(self, line: DockerLine, spec: SandboxSpec, *, name: str, fence: int, boot_id: str) -> AgentSandbox:
-        """Rename it while its agent is asked for a sign of life."""
-        labels = docker_config.container_labels(spec, name=name, deployment_id=self._deployment_id, image=ImageFacts())
+    async def _claimed(
+        self, line: DockerLine, spec: SandboxSpec, image: ImageFacts, *, name: str, fence: int, boot_id: str
+    ) -> AgentSandbox:
+        """Rename it while its agent is asked for a sign of life and told what it is for."""
+        labels = docker_config.container_labels(spec, name=name, deployment_id=self._deployment_id, image=image)
         renaming = asyncio.create_task(self._containers.rename(line, name, labels))
+        sandbox: AgentSandbox | None = None
+        claimed = False
         try:
-            return await self._attached(line, fence=fence, boot_id=boot_id)
+            sandbox = await self._attached(line, fence=fence, boot_id=boot_id)
+            await _configure(sandbox, spec, image)
+            await furnish(sandbox, spec)
+            await asyncio.shield(renaming)
+            claimed = True
+            return sandbox
         finally:
-            await to_the_end(_done(renaming))
+            if not claimed:
+                await to_the_end(_settled(renaming))
+                if sandbox is not None:
+                    await sandbox.detach()
 
     async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
         found = await self._containers.find(sandbox_id)
@@ -279,8 +286,11 @@ async def _configure(sandbox: AgentSandbox, spec: SandboxSpec, image: ImageFacts
     await sandbox.configure(user=user, workdir=spec.workdir, env=spec.env, disk_mib=spec.disk_mib)
 
 
-async def _done(task: "asyncio.Task[None]") -> None:
-    await task
+async def _settled(task: "asyncio.Task[None]") -> None:
+    """Wait for its end, whatever that is."""
+    await asyncio.wait((task,))
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.info("a claim that failed was not renamed either: %s", error)
 
 
 def _cure(refusal: str) -> str:

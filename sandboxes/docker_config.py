@@ -163,16 +163,18 @@ def agent_mount(volume: str) -> dict[str, Any]:
 
 
 def _tmpfs(spec: SandboxSpec, image: ImageFacts) -> dict[str, str]:
-    """Each is bounded by `disk_mib`, the memory limit bounds their sum.
+    """What they hold is memory of the sandbox: each is bounded by `disk_mib` and by half of `memory_mib`, so that a full one leaves room
+    for the command that empties it.
 
     A volume of the image becomes one too, and is empty: one of the engine's would lie on its disk without any bound.
     """
-    shm_mib = min(_SHM_MIB, spec.disk_mib)
+    most_mib = max(1, min(spec.disk_mib, spec.memory_mib // 2))
+    shm_mib = min(_SHM_MIB, most_mib)
     mounts = {"/dev/shm": f"rw,nosuid,nodev,noexec,{_bounds(shm_mib)},mode=1777"}
     scratch = (*_SCRATCH, spec.workdir) if spec.read_only else ()
     for path in (*image.volumes, *scratch):
         mode = "0700" if path == "/root" else "0755" if path == "/run" else "1777"
-        mounts[path] = f"rw,nosuid,nodev,exec,{_bounds(spec.disk_mib)},mode={mode}"
+        mounts[path] = f"rw,nosuid,nodev,exec,{_bounds(most_mib)},mode={mode}"
     mounts.pop(AGENT_DIRECTORY, None)
     return mounts
 

@@ -35,10 +35,23 @@ class DockerLine:
 
     async def connect(self, received: Callable[[bytes], None], lost: Callable[[str], None]) -> Connection:
         if self._stream is None or not self._fresh:
-            self._stream = await attach(self._engine, self.id)
+            self._stream = await self._attached_again()
         self._fresh = False
         self._stream.hand_over(received, lost)
         return self._stream
+
+    async def _attached_again(self) -> AttachStream:
+        """Attach, and then ask: the engine attaches to what is dead as well, and nothing ever comes. What dies later ends the stream."""
+        stream, alive = await attach(self._engine, self.id), False
+        try:
+            health = await self.health()
+            alive = health.alive
+        finally:
+            if not alive:
+                stream.close()
+        if not alive:
+            raise EngineError(f"{self.id[:12]} is not running: {health.detail}", status=409)
+        return stream
 
     def close(self) -> None:
         """Let go of the connection of the moment."""
@@ -68,7 +81,7 @@ class DockerLine:
                 raise
             return Health(present=False, alive=False, detail="no such container")
         state = found["State"]
-        alive = state["Running"] and not state["Paused"]
+        alive = state["Running"]  # paused too: a snapshot is being taken
         by_itself = not state["Running"] and (state["OOMKilled"] or state["ExitCode"] not in _FROM_OUTSIDE)
         return Health(present=True, alive=alive, by_itself=by_itself, detail=f"{state['Status']}, exit code {state['ExitCode']}")
 

@@ -201,7 +201,7 @@ async def test_masked_paths_stay_masked(one: Sandbox) -> None:
 
 async def test_the_user_is_the_images(backend: DockerBackend) -> None:
     async with changed_image("USER nobody") as image:
-        sandbox = await backend.create(spec(image=image, files={"/work/given": b"x"}), name=named())
+        sandbox = await backend.create(spec(image=image, workdir="/srv/own", files={"/srv/own/given": b"x"}), name=named())
         try:
             assert await out(sandbox, "id -un; touch here && stat -c %U . here given") == "nobody\nnobody\nnobody\nnobody\n"
             assert await out(sandbox, "id -un", session="s") == "nobody\n"

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -95,6 +96,7 @@ async def test_shared_parts_in_use_stay(backend: DockerBackend) -> None:
 async def test_a_claim_gives_a_bare_sandbox_its_owner(backend: DockerBackend) -> None:
     pooled, name = await backend.create(spec(labels={"pool": "w1"}), name=f"pool-{named()}"), named()
     owned = spec(files={"/work/in": b"given\n"}, setup=["cp in out"], env={"COLOUR": "green"})
+    await pooled.detach()
     claimed = await backend.adopt(pooled, owned, name=name, fence=3)
     assert claimed.id == pooled.id
     assert (await bash(claimed, "cat out; echo $COLOUR")).stdout == b"given\ngreen\n"
@@ -114,8 +116,10 @@ async def test_a_claim_of_a_dead_sandbox(backend: DockerBackend) -> None:
     pooled = await backend.create(spec(), name=f"pool-{named()}")
     async with own_engine() as engine:
         await engine.call("kill", "POST", f"containers/{pooled.id}/kill")
+    await pooled.detach()
     with pytest.raises(SandboxLostError):
         await backend.adopt(pooled, spec(), name=named(), fence=1)
+    assert pooled.id not in [info.id for info in await backend.list()]
     await pooled.destroy()
 
 
@@ -126,19 +130,22 @@ async def test_a_name_of_another_owner_is_left_alone(backend: DockerBackend) -> 
         await backend.create(spec(labels={"owner": "a"}), name=name)
     assert (await bash(theirs, "echo well")).stdout == b"well\n"
     pooled = await backend.create(spec(labels={"pool": "w"}), name=f"pool-{named()}")
+    await pooled.detach()
     with pytest.raises(SandboxStartError, match="another owner"):
         await backend.adopt(pooled, spec(labels={"owner": "a"}), name=name)
     assert await theirs.poll()
-    await asyncio.gather(theirs.destroy(), pooled.destroy())
+    assert pooled.id not in [info.id for info in await backend.list()]
+    await theirs.destroy()
 
 
 async def test_a_snapshot_keeps_the_images_user_and_no_labels(backend: DockerBackend) -> None:
     async with changed_image("USER nobody", "ENV COLOUR=red") as image:
-        first = await backend.create(spec(image=image, labels={"rollout": "r1"}, env={"SHAPE": "round"}), name=named())
-        await bash(first, "echo kept > /work/file")
+        theirs = spec(image=image, labels={"rollout": "r1"}, env={"SHAPE": "round"}, workdir="/srv/own")
+        first = await backend.create(theirs, name=named())
+        await bash(first, "echo kept > file")
         snapshot = await first.snapshot(ttl_s=60)
         await first.destroy()
-        second = await backend.restore(snapshot, spec(image=image, labels={"rollout": "r2"}), name=named())
+        second = await backend.restore(snapshot, replace(theirs, labels={"rollout": "r2"}, env={}), name=named())
         assert (await bash(second, "id -un; cat file; echo $COLOUR$SHAPE")).stdout == b"nobody\nkept\nred\n"
         (info,) = [each for each in await backend.list() if each.id == second.id]
         assert info.labels == {"rollout": "r2"}
@@ -200,7 +207,6 @@ async def test_an_image_without_shell_or_libc(backend: DockerBackend) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        pytest.param({"image": "rollway-no-such-image:1"}, "docker pull", id="image"),
         pytest.param({"image": "Not A Name"}, "could not be pulled", id="image-name"),
         pytest.param({"user": "nobody-here"}, "nobody-here", id="user"),
         pytest.param({"network": "host"}, "'none' or 'open'", id="network"),
@@ -216,6 +222,12 @@ async def test_a_spec_that_can_never_start(backend: DockerBackend, changes: dict
     with pytest.raises(SandboxSpecError, match=words):
         await backend.create(spec(**changes), name=name)
     assert name not in [info.name for info in await backend.list()]
+
+
+async def test_an_image_that_nobody_has(backend: DockerBackend) -> None:
+    """Can never start where a registry says so; where none answers, later perhaps."""
+    with pytest.raises(SandboxStartError, match="docker pull rollway-no-such-image:1"):
+        await backend.create(spec(image="rollway-no-such-image:1"), name=named())
 
 
 async def test_users_of_calls(backend: DockerBackend) -> None:

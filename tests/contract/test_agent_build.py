@@ -3,10 +3,6 @@
 
 import hashlib
 import struct
-import subprocess
-import sys
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,16 +42,3 @@ def test_a_program_needs_nothing_of_an_image(machine: str) -> None:
     assert str(REPOSITORY).encode() not in program
     assert len(program) < MAX_BYTES
     assert path.stat().st_mode & 0o111 == 0o111
-
-
-@pytest.mark.skipif(find_spec("hatchling") is None, reason="needs hatchling, which builds the wheel")
-def test_the_wheel_has_them(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=REPOSITORY, check=True, capture_output=True
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        for machine in MACHINES:
-            found = packed.getinfo(f"sandboxes/agent/bin/agent-{machine}")
-            assert found.external_attr >> 16 & 0o111 == 0o111
-            assert packed.read(found) == agent_binary.path(machine).read_bytes()

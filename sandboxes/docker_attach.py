@@ -9,6 +9,7 @@ import json
 import re
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from sandboxes.docker_engine import Engine, EngineError
 
@@ -103,8 +104,7 @@ class AttachStream(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         if not self._upgraded:

@@ -80,8 +80,8 @@ class AgentSandbox:
             await self._channel.configure(user=user or "", workdir=workdir, env=env, disk_mib=disk_mib, inodes=disk_mib * INODES_PER_MIB)
         except RefusedError as error:
             if error.code == Refusal.NO_USER:
-                raise SandboxUserError(str(error)) from error
-            raise SandboxContentError(str(error)) from error
+                raise SandboxUserError(f"no user {user!r} here: {error}") from error
+            raise SandboxContentError(f"the working directory {workdir!r} cannot be made: {error}") from error
 
     async def exec(
         self,

@@ -52,6 +52,7 @@ _STDERR_OF_FILES_BYTES = 4096
 _AT_ONCE_BYTES = 65_536
 """A result of this size is dropped in the agent at once; smaller ones with the next call."""
 _PIECE_BYTES = 65_536
+_ASKED_BY: Mapping[int, Type] = {Type.RESULT: Type.RUN, Type.DATA: Type.RUN, Type.GIVEN: Type.RUN, Type.PONG: Type.PING}
 
 
 class RefusedError(SandboxError):
@@ -267,6 +268,8 @@ class Channel:
         try:
             async with asyncio.timeout(self._patience.kill_s):
                 await call.answer
+        except RefusedError:
+            return  # it never began
         except TimeoutError as error:
             raise SandboxError(f"it did not end within {self._patience.kill_s:g} s") from error
 
@@ -289,11 +292,14 @@ class Channel:
             self._finish(call, SandboxError(f"{self._line.id}: its agent answers nonsense: {error}"))
 
     def _answered(self, call: Call, frame: Frame) -> None:
+        if _ASKED_BY.get(frame.type, call.kind) != call.kind:
+            raise MalformedError(f"a frame of type {frame.type} for a call of type {call.kind}")
         match frame.type:
             case Type.RESULT:
                 whole = call.part(frame)
                 if whole is not None:
                     self._finish(call, unpack_result(whole), len(whole))
+                    self._at.progressed()
             case Type.DATA:
                 if call.incoming is not None and not call.incoming.feed(frame.payload):
                     raise MalformedError("more data than it was allowed")
@@ -304,7 +310,7 @@ class Channel:
             case Type.ERROR:
                 code, text = unpack_error(frame.payload)
                 self._finish(call, RefusedError(f"{self._line.id}: {text or f'refused with code {code}'}", code=code))
-            case Type.DONE:
+            case Type.DONE if call.kind in (Type.CONFIGURE, Type.KILL_ALL):
                 self._finish(call, None)
             case Type.PONG:
                 self._finish(call, unpack_pong(frame.payload))

@@ -13,7 +13,7 @@ from sandboxes.line import Line
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.02
-_LAST_PAUSE_S = 2.0
+_LAST_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,7 @@ class Attachment:
         self._lost = lost
         self._failed = failed
         self._recovery: asyncio.Task[None] | None = None
+        self._pause_s = 0.0
 
     async def open(self) -> None:
         """
@@ -76,6 +77,10 @@ class Attachment:
         """Begin to connect again, where that is not under way."""
         if self._recovery is None:
             self._recovery = asyncio.ensure_future(self._recovering())
+
+    def progressed(self) -> None:
+        """A call was answered: when this connection breaks, the next is had at once."""
+        self._pause_s = 0.0
 
     def cut(self, reason: str) -> None:
         """Let go of the connection."""
@@ -108,20 +113,20 @@ class Attachment:
             self._recovery = None
 
     async def _recover(self) -> None:
-        """Connect, again and again within the patience."""
-        now, pause_s = asyncio.get_running_loop().time, _FIRST_PAUSE_S
+        """Connect, again and again within the patience; with pauses that grow until a call is answered, whatever the agent does."""
+        now = asyncio.get_running_loop().time
         until = now() + self._patience.reconnect_s
         while True:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, _LAST_PAUSE_S)
             try:
                 return await self._connect()
             except (SandboxLostError, SandboxFencedError):
                 raise
             except SandboxError as error:
                 await self._diagnose(error)
-                if now() + pause_s > until:
+                if now() + self._pause_s > until:
                     raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _diagnose(self, error: SandboxError) -> None:
         """Ask the backend before a sandbox is called lost."""

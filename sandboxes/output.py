@@ -1,6 +1,4 @@
-"""What is kept of an output that may be endless: its head and its tail, bounded while it is read."""
-
-from collections import deque
+"""How an output is shown of which the agent kept the head and the tail. Pure."""
 
 from sandboxes.base import MARKER
 
@@ -41,53 +39,3 @@ def joined(printed: int, head: bytes, tail: bytes) -> bytes:
         return head + tail
     head, tail = trim_end(head), trim_start(tail)
     return head + MARKER.format(omitted=printed - len(head) - len(tail)).encode() + tail
-
-
-class HeadTail:
-    """Takes bytes in any pieces, keeps at most `limit` of them (plus one `MARKER`): the first half and the last half.
-
-    Memory stays under `limit` and one piece, whatever is fed. What comes out does not depend on where the pieces were cut.
-    """
-
-    def __init__(self, limit: int) -> None:
-        if limit < 0:
-            raise ValueError("limit must not be negative")
-        self._head_limit = limit // 2
-        self._tail_limit = limit - self._head_limit
-        self._head = bytearray()
-        self._tail: deque[bytes] = deque()
-        self._tail_size = 0
-        self.total = 0
-        """Bytes fed so far."""
-
-    @property
-    def truncated(self) -> bool:
-        return self.total > self._head_limit + self._tail_limit
-
-    def feed(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self._head_limit - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        if data:
-            self._keep(data[-self._tail_limit :] if self._tail_limit else b"")
-
-    def _keep(self, data: bytes) -> None:
-        self._tail.append(data)
-        self._tail_size += len(data)
-        while self._tail and self._tail_size - len(self._tail[0]) >= self._tail_limit:
-            self._tail_size -= len(self._tail.popleft())
-        if len(self._tail) > 256:  # many tiny pieces: one buffer, or the bookkeeping outgrows the bytes
-            merged = b"".join(self._tail)[-self._tail_limit :]
-            self._tail = deque([merged])
-            self._tail_size = len(merged)
-
-    def value(self) -> bytes:
-        """Everything where it fitted, else head, marker, tail."""
-        joined = b"".join(self._tail)
-        tail = joined[-self._tail_limit :] if self._tail_limit else b""
-        if not self.truncated:
-            return bytes(self._head) + tail
-        head, tail = trim_end(bytes(self._head)), trim_start(tail)
-        return head + MARKER.format(omitted=self.total - len(head) - len(tail)).encode() + tail

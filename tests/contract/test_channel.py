@@ -193,6 +193,16 @@ async def test_cancelling_kills_before_it_leaves(line: AgentLine, box: AgentSand
     assert (await box._channel.ping()).alive == 0
 
 
+async def test_leaving_a_call_that_others_can_ask_for_lets_it_run(box: AgentSandbox) -> None:
+    call = asyncio.create_task(sh(box, "sleep 0.5; echo x >> runs; echo done", call_id="c"))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await sh(box, "never run", call_id="c") == "done\n"
+    assert await sh(box, "wc -l < runs") == "1\n"
+
+
 async def test_a_slow_reader_holds_the_agent_back(line: AgentLine, box: AgentSandbox) -> None:
     await sh(box, "head -c 20000000 /dev/zero > big")
     path = (await sh(box, "echo $PWD/big")).strip()

@@ -12,7 +12,7 @@ _DAEMONS = ("dockerd", "containerd", "containerd-shim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """CPU seconds so far, or between two readings. `machine_s` is all that was busy, whoever it was."""
+    """CPU seconds. `machine_s` is all that was busy, whoever it was."""
 
     client_s: float = 0.0
     daemons_s: float = 0.0
@@ -27,12 +27,23 @@ class Cpu:
             wall_s=self.wall_s + other.wall_s,
         )
 
-    def since(self, before: Self) -> "Cpu":
+
+class Meter:
+    """Runs from when it is made; `read` gives what was used since."""
+
+    def __init__(self) -> None:
+        self._daemons = {process: used for process in daemons() if (used := _used_s(process)) is not None}
+        self._machine_s, self._client_s, self._wall_s = _machine_s(), time.process_time(), time.perf_counter()
+
+    def read(self) -> Cpu:
+        """Of the engine's processes those count that still live."""
+        wall_s, client_s, machine_s = time.perf_counter(), time.process_time(), _machine_s()
+        daemons_s = sum(now - before for process, before in self._daemons.items() if (now := _used_s(process)) is not None)
         return Cpu(
-            client_s=self.client_s - before.client_s,
-            daemons_s=self.daemons_s - before.daemons_s,
-            machine_s=self.machine_s - before.machine_s,
-            wall_s=self.wall_s - before.wall_s,
+            client_s=client_s - self._client_s,
+            daemons_s=daemons_s,
+            machine_s=machine_s - self._machine_s,
+            wall_s=wall_s - self._wall_s,
         )
 
 
@@ -41,22 +52,17 @@ def daemons() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["name"]) if (process.info["name"] or "").startswith(_DAEMONS)]
 
 
-def reading(of: Iterable[psutil.Process]) -> Cpu:
-    """What those processes and the children that they reaped used; a process that is gone counts as nothing."""
-    machine = psutil.cpu_times()
-    return Cpu(
-        client_s=time.process_time(),
-        daemons_s=sum(_used_s(process) for process in of),
-        machine_s=machine.user + machine.nice + machine.system + machine.irq + machine.softirq,
-        wall_s=time.perf_counter(),
-    )
+def _machine_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
-def _used_s(process: psutil.Process) -> float:
+def _used_s(process: psutil.Process) -> float | None:
+    """With the children that it reaped; None when it is gone."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
-        return 0.0
+        return None
     return float(times.user + times.system + times.children_user + times.children_system)
 
 

@@ -1,6 +1,6 @@
 """What a tool call, a file, a start and an idle sandbox cost: ours beside the bare agent, docker-py and aiodocker, in one run.
 
-usage: .venv/bin/python -m tests.bench.sandboxes [--quick] [--idle N] [--rounds N] [--json FILE]
+usage: .venv/bin/python -m tests.bench.sandboxes [--quick] [--idle N] [--large N] [--rounds N] [--json FILE]
 
 Needs root, a local engine with the image rollway-sandbox:1, and musl-gcc. The variants of every row are shuffled and take turns, round by
 round. With n sandboxes, n loops have one call in flight each: past the cores, times are queueing, so read calls/s there. CPU per 1,000
@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
@@ -41,12 +41,11 @@ IDLE_CALLS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One row. A loop makes at most `calls` calls a round, of at least one; `most`: not with more sandboxes than this."""
+    """One row. `large`: it moves so much that one call a loop is enough, and with many sandboxes one round, if that is asked for."""
 
     name: str
     work: Callable[[Box], Awaitable[None]]
-    calls: int = 1000
-    most: int = 1000
+    large: bool = False
 
 
 def command(name: str, argv: Sequence[str], printed: int) -> Operation:
@@ -64,10 +63,9 @@ def transfers(name: str, size: int) -> list[Operation]:
         if (length := await box.get(path)) != size:
             raise SystemExit(f"{path}: {length} bytes for {size}")
 
-    calls, most = (5, 50) if size > MIB else (1000, 1000)
     return [
-        Operation(name=f"put {name}", work=lambda box: box.put(path, content), calls=calls, most=most),
-        Operation(name=f"get {name}", work=get, calls=calls, most=most),
+        Operation(name=f"put {name}", work=lambda box: box.put(path, content), large=size > MIB),
+        Operation(name=f"get {name}", work=get, large=size > MIB),
     ]
 
 
@@ -85,18 +83,17 @@ async def closed_loop(boxes: Sequence[Box], operation: Operation, seconds: float
     deadline = time.perf_counter() + seconds
 
     async def loop(box: Box) -> None:
-        for _ in range(operation.calls):
+        while True:
             began = time.perf_counter()
             await operation.work(box)
             ended = time.perf_counter()
             times_s.append(ended - began)
-            if ended >= deadline:
+            if ended >= deadline or (operation.large and len(boxes) > 1):
                 return
 
-    watched = costs.daemons()
-    before = costs.reading(watched)
+    meter = costs.Meter()
     await asyncio.gather(*map(loop, boxes))
-    return Samples(times_s=times_s, cpu=costs.reading(watched).since(before))
+    return Samples(times_s=times_s, cpu=meter.read())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +105,11 @@ class Plan:
     seconds: float = 1.0
     starts: int = 12
     idle: int = 0
-    operations: Sequence[Operation] = field(default_factory=lambda: OPERATIONS)
+    large: int = 1
+    """The most sandboxes that 50 MB files are moved to and from at once."""
+
+    def of(self, size: int, round_number: int) -> list[Operation]:
+        return [each for each in OPERATIONS if not each.large or size == 1 or (size <= self.large and round_number == 0)]
 
 
 async def measure_calls(fleet: Fleet, plan: Plan) -> dict[Key, Samples]:
@@ -116,10 +117,9 @@ async def measure_calls(fleet: Fleet, plan: Plan) -> dict[Key, Samples]:
     for size in plan.sizes:
         boxes = await fleet.grow(size)
         await asyncio.sleep(SETTLE_S)
-        for _ in range(plan.rounds):
-            for operation in plan.operations:
-                if size <= operation.most:
-                    await one_row(boxes, operation, size, plan.seconds, samples)
+        for round_number in range(plan.rounds):
+            for operation in plan.of(size, round_number):
+                await one_row(boxes, operation, size, plan.seconds, samples)
     return samples
 
 
@@ -128,11 +128,11 @@ async def one_row(boxes: Mapping[str, Sequence[Box]], operation: Operation, size
         samples[Key(size, operation.name, variant)] += await closed_loop(boxes[variant], operation, seconds)
 
 
-async def idle_busy(fleet: Fleet) -> float:
+async def idle_busy() -> float:
     """How many cores are busy while nothing is called: idle shims, and whoever else is on the machine."""
-    before = costs.reading(())
+    meter = costs.Meter()
     await asyncio.sleep(IDLE_S)
-    used = costs.reading(()).since(before)
+    used = meter.read()
     return used.machine_s / used.wall_s
 
 
@@ -150,7 +150,7 @@ async def measure_idle(fleet: Fleet, count: int) -> Memory:
         available_mib=taken / (count - already) / MIB,
         resident_mib=resident / count / MIB,
         starts_per_s=(count - already) / took_s,
-        busy_cores=await idle_busy(fleet),
+        busy_cores=await idle_busy(),
         call_ms=await random_calls(fleet.sandboxes),
     )
 
@@ -173,10 +173,17 @@ async def bench(plan: Plan) -> Results:
             starts = await measure_starts(fleet, plan.starts)
             memory = [await measure_idle(fleet, 50)]
             calls = await measure_calls(fleet, plan)
-            busy = await idle_busy(fleet)
+            busy = await idle_busy()
             if plan.idle:
                 memory.append(await measure_idle(fleet, plan.idle))
     return Results(starts=starts, memory=memory, calls=calls, idle_busy_cores=statistics.mean([busy, memory[0].busy_cores]))
+
+
+def plain(results: Results) -> dict[str, object]:
+    """As JSON has it: every sample of every cell."""
+    calls = [key._asdict() | asdict(samples) for key, samples in results.calls.items()]
+    memory = [asdict(row) for row in results.memory]
+    return {"calls": calls, "memory": memory, "starts": results.starts, "idle_busy_cores": results.idle_busy_cores}
 
 
 def stop_on_term() -> None:
@@ -187,18 +194,19 @@ def stop_on_term() -> None:
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
     if not arguments.quick:
-        return Plan(idle=arguments.idle, rounds=arguments.rounds or 3)
-    return Plan(sizes=(1, 50), rounds=arguments.rounds or 1, seconds=0.5, starts=5, idle=arguments.idle)
+        return Plan(idle=arguments.idle, large=arguments.large, rounds=arguments.rounds or 3)
+    return Plan(sizes=(1, 50), rounds=arguments.rounds or 1, seconds=0.5, starts=5, idle=arguments.idle, large=arguments.large)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1 and 50 sandboxes, one round")
     parser.add_argument("--idle", type=int, default=0, help="also hold so many idle sandboxes")
+    parser.add_argument("--large", type=int, default=1, help="move 50 MB files with up to so many sandboxes at once (minutes)")
     parser.add_argument("--rounds", type=int, help="how often every row is measured")
     parser.add_argument("--json", type=Path, help="write every sample there")
     chosen = parser.parse_args()
     results = uvloop.run(bench(plan_of(chosen)))
     show(results)
     if chosen.json:
-        chosen.json.write_text(json.dumps(asdict(results), default=str))
+        chosen.json.write_text(json.dumps(plain(results)))

@@ -7,8 +7,8 @@ import math
 import os
 import re
 import tarfile
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 
 from sandboxes import archive
 from sandboxes.base import (
@@ -143,20 +143,23 @@ class AgentSandbox:
         run = _transfer(Kind.PACK, [_path(path) for path in paths])
         for left in reversed(range(_GET_TRIES)):
             try:
-                return await self._gathered(run, max_bytes)
+                with _refusals():
+                    return await self._gathered(run, max_bytes)
             except StreamLostError:
                 if not left:
                     raise
         raise AssertionError("a loop that returns or raises")
 
     async def read_file(self, path: str) -> AsyncIterator[bytes]:
-        async with aclosing(self._channel.data(_transfer(Kind.READ, [_path(path)], STREAM_S), self._check)) as pieces:
-            async for piece in pieces:
-                yield piece
+        with _refusals():
+            async with aclosing(self._channel.data(_transfer(Kind.READ, [_path(path)], STREAM_S), self._check)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def write_file(self, path: str, content: AsyncIterable[bytes], *, mode: int = 0o644) -> None:
         run = _transfer(Kind.WRITE, [_path(path), f"{mode:o}"], STREAM_S)
-        self._check(await self._channel.run(run, stdin=content))
+        with _refusals():
+            self._check(await self._channel.run(run, stdin=content))
 
     async def snapshot(self, *, ttl_s: float) -> str:
         with self._channel.held():
@@ -194,7 +197,8 @@ class AgentSandbox:
         await self._line.remove()
 
     async def _unpack(self, packed: bytes, *, replaced: Sequence[str] = ()) -> None:
-        self._check(await self._channel.run(_transfer(Kind.UNPACK, replaced), stdin=packed))
+        with _refusals():
+            self._check(await self._channel.run(_transfer(Kind.UNPACK, replaced), stdin=packed))
 
     async def _gathered(self, run: Run, max_bytes: int) -> bytes:
         gathered = bytearray()
@@ -259,6 +263,18 @@ def _named(session: str) -> str:
     if not _SESSION_NAME.fullmatch(session):
         raise ValueError(f"session {session!r}: use at most 32 letters, digits, _ and -")
     return session
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A transfer for which there is no process left, say, is the sandbox's own doing."""
+    try:
+        yield
+    except RefusedError as error:
+        reason = _NOT_STARTED.get(error.code)
+        if reason is None:
+            raise
+        raise SandboxContentError(f"{error}: {os.strerror(reason)}", errno=reason) from error
 
 
 def _refused(program: str, user: str | None, error: RefusedError) -> ExecResult:

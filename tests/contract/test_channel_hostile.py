@@ -1,16 +1,18 @@
 """A channel whose peer is no agent of ours any more: it ends its own calls, and nothing else."""
 
 import asyncio
+import errno
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
 from sandboxes import frames
-from sandboxes.base import SandboxError, SandboxLostError
+from sandboxes.agent_sandbox import AgentSandbox
+from sandboxes.base import SandboxContentError, SandboxError, SandboxLostError
 from sandboxes.channel import Channel
 from sandboxes.channel_attachment import Patience
-from sandboxes.frames import Frame, Kind, Run, Type
+from sandboxes.frames import Frame, Kind, Refusal, Run, Type
 from sandboxes.line import Health
 
 PATIENCE = Patience(connect_s=0.5, reconnect_s=0.5, tick_s=0.1, slack_s=0.5, kill_s=0.2)
@@ -137,3 +139,25 @@ async def test_credit_without_end_takes_no_more_than_there_is() -> None:
 async def test_an_agent_of_another_version_is_none_of_ours() -> None:
     with pytest.raises(SandboxLostError, match="version 9"):
         await Channel(HostileLine(on(Type.RUN), version=9), patience=PATIENCE).open()
+
+
+async def test_a_full_process_table_is_the_sandboxs_own_doing() -> None:
+    line = HostileLine(on(Type.RUN, (Type.ERROR, struct.pack("<H", Refusal.NO_PROCESS) + b"fork", 0)))
+    async for channel in opened(line):
+        box = AgentSandbox(line, channel)
+        result = await box.exec(["true"], timeout_s=1, max_output_bytes=100)
+        assert (result.exit_code, result.start_errno) == (126, errno.EAGAIN)
+        assert b"temporarily unavailable" in result.stderr
+        with pytest.raises(SandboxContentError) as raised:
+            await box.put({"/f": b""})
+        assert raised.value.errno == errno.EAGAIN
+        with pytest.raises(SandboxContentError):
+            await box.get(["/f"], max_bytes=10)
+
+
+async def test_a_full_journal_is_an_error() -> None:
+    line = HostileLine(on(Type.RUN, (Type.ERROR, struct.pack("<H", Refusal.FULL) + b"full", 0)))
+    async for channel in opened(line):
+        with pytest.raises(SandboxError) as raised:
+            await AgentSandbox(line, channel).exec(["true"], timeout_s=1, max_output_bytes=100)
+        assert not isinstance(raised.value, SandboxContentError)

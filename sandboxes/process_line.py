@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from sandboxes import cgroups, process_box
 from sandboxes.base import SandboxError
@@ -41,8 +42,7 @@ class AgentConnection(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         self._received(data)
@@ -108,6 +108,7 @@ async def discard(directory: Path, box: Box | None) -> None:
         await _killed(pid)
     if box is not None:
         await cgroups.existing(box.key).remove()
+    (directory / "box.json").unlink(missing_ok=True)  # first: what is left of it must not look like one that died by itself
     await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 

@@ -78,6 +78,8 @@ bool attach(struct link *link, uint64_t channel) {
     return other;
 }
 
+uint64_t attacher_channel(void) { return current_link != NULL ? current_channel : 0; }
+
 void attacher_send(uint8_t type, uint64_t call, const void *payload, uint32_t length) {
     if (current_link != NULL)
         send_short(current_link, current_channel, type, call, payload, length);

@@ -24,6 +24,8 @@ void link_answer(struct link *link, const struct frame *asked, uint8_t type, con
 /* Makes the channel that this frame came from the attacher of the moment; whether it is another one than before. */
 bool attach(struct link *link, uint64_t channel);
 bool attached(const struct link *link, uint64_t channel);
+/* The channel of the moment, 0 where nobody is attached. */
+uint64_t attacher_channel(void);
 
 /* To the attacher of the moment. Short messages: they always fit, for what makes them waits while much is unsent. */
 void attacher_send(uint8_t type, uint64_t call, const void *payload, uint32_t length);

@@ -86,6 +86,17 @@ static void forget_fenced(uint64_t channel) {
             fenced[i] = 0;
 }
 
+/* Who waits for a call that goes on without it learns at once that it waits in vain. */
+static void tell_taken_over(uint64_t by) {
+    uint8_t payload[8];
+    uint64_t before = attacher_channel();
+    if (before == 0 || before == by)
+        return;
+    fenced[fenced_next++ % FENCED_MAX] = before;
+    put64(payload, fence);
+    attacher_send(FENCED, 0, payload, sizeof payload);
+}
+
 static void hello(struct link *link, const struct frame *frame) {
     if (frame->length != 10 || frame->channel == 0)
         return;
@@ -96,6 +107,7 @@ static void hello(struct link *link, const struct frame *frame) {
     }
     fence = offered;
     forget_fenced(frame->channel);
+    tell_taken_over(frame->channel);
     if (attach(link, frame->channel)) {
         messages_drop();
         calls_taken_over();

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sandboxes.frames import (
     MAX_PAYLOAD_BYTES,
@@ -128,15 +129,15 @@ class Attacher:
         assert found == call
         return result
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", **more: object) -> Result:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", **more: Any) -> Result:
         """One call to its end, forgotten after."""
         call = secrets.randbits(63) + 1
-        self.start(Run(argv=argv, **more), call, stdin=stdin)  # type: ignore[arg-type]
+        self.start(Run(argv=argv, **more), call, stdin=stdin)
         result = self.result(call)
         self.send(Type.FORGET, 0, pack_calls([call]))
         return result
 
-    def session(self, script: str, *, shell: str = "bash", name: str = "main", **more: object) -> Result:
+    def session(self, script: str, *, shell: str = "bash", name: str = "main", **more: Any) -> Result:
         return self.run([shell, script], kind=Kind.SESSION, session=name, **more)
 
 

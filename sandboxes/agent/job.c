@@ -259,6 +259,8 @@ struct job *job_start(const struct run_request *request, char **env, bool home_g
 
 /* A supervisor that the sandbox stopped cannot reap: it goes on. One that has nothing left to reap and still does not end is ended. */
 static void kill_once(struct job *job) {
+    if (job->pid <= 0)
+        return;
     if (job->kind >= KIND_PACK) {
         kill(job->pid, SIGKILL);
         return;

@@ -4,6 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not AGENT.exists(), reason=f"no agent for this machine: {AGENT}"),
 ]
 
-SHELLS = [
-    pytest.param(name, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here")) for name in ("bash", "dash", "busybox")
-]
+SHELLS = [pytest.param(name, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here")) for name in ("bash", "dash")]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(True, id="first"), pytest.param(False, id="not_first")])
@@ -76,10 +75,10 @@ def test_what_a_call_leaves_behind_does_not_hold_it_up(attached: Attacher) -> No
     result = attached.run(["sh", "-c", "(sleep 987; echo late) & echo early"])
     assert result.stdout.head == b"early\n"
     assert time.monotonic() - began < 100
-    assert "sleep 987" in _running(attached)
+    assert any("sleep 987" in line for line in _running(attached))
     attached.send(Type.KILL_ALL, 5)
     assert attached.expect(Type.DONE).call == 5
-    assert "sleep 987" not in _running(attached)
+    assert not any("sleep 987" in line for line in _running(attached))
 
 
 _TREES = {
@@ -167,9 +166,9 @@ def test_a_flood_ends_the_call(attached: Attacher) -> None:
 # Lasting shells.
 
 
-@pytest.mark.parametrize("shell", SHELLS[:2])
+@pytest.mark.parametrize("shell", SHELLS)
 def test_a_session_lasts(attached: Attacher, shell: str) -> None:
-    def said(script: str, **more: object) -> tuple[int, bytes, bytes]:
+    def said(script: str, **more: Any) -> tuple[int, bytes, bytes]:
         result = attached.session(script, shell=shell, name=f"lasts-{shell}", **more)
         assert result.flags == 0
         return result.code, result.stdout.head, result.stderr.head
@@ -186,11 +185,12 @@ def test_a_session_lasts(attached: Attacher, shell: str) -> None:
     assert said("") == (0, b"", b"")
     assert said("echo " + "x" * 100_000 + " | wc -c") == (0, b"100001\n", b"")
     assert said("set -x; echo traced")[1].lstrip(b"+ ") == b"echo traced\ntraced\n"
-    assert said("set +x; echo quiet")[1] == b"quiet\n"
+    said("set +x")
+    assert said("echo quiet") == (0, b"quiet\n", b"")
     assert said("(sleep 0.1; echo late) & echo now; wait") == (0, b"now\nlate\n", b"")
 
 
-@pytest.mark.parametrize("shell", SHELLS[:2])
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(
     ("script", "how", "code"),
     [

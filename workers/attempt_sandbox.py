@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
+from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxFencedError, SandboxSpec
 from service.journal import Progress
 from service.leases import Lease
 from service.records import TaskSpec
@@ -124,6 +124,8 @@ async def _destroy(sandbox: Sandbox) -> None:
     try:
         async with asyncio.timeout(TEARDOWN_S):
             await sandbox.destroy()
+    except SandboxFencedError:
+        logger.info("sandbox %s is another worker's: left alone", sandbox.id)
     except (SandboxError, TimeoutError) as error:
         metrics.leaks.inc()
         logger.warning("sandbox %s not removed, left to the sweep: %s", sandbox.id, error)

@@ -27,7 +27,7 @@ async def backend(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     deployment = f"test-{uuid4().hex[:8]}"
     made: SandboxBackend
     if request.param == "docker":
-        made = DockerBackend(deployment_id=deployment, docker_host=None, max_starting=2)
+        made = DockerBackend(deployment_id=deployment)
     else:
         made = ProcessBackend(deployment_id=deployment, root=tmp_path)
     yield made

@@ -65,22 +65,24 @@ async def test_a_worker_that_slept_past_its_lease_does_nothing_more(tmp_path: Pa
     """It wakes while another worker drives on in the same sandbox, in the middle of a call of its own."""
     async with running(tmp_path, qwen3_dir, POLICY, workers=0, tokens_per_s=60) as stack:
         first = await spawn("worker", env=stack.env, log=tmp_path / "first.log")
-        job_id = await stack.job("slow", group_size=1)
-        (group_id,) = await stack.submit(job_id, task("slow"))
-        async with asyncio.timeout(60):
-            while not (box := await containers(stack, group_id)) or "sleep 9" not in await docker("top", box[0]):
-                await asyncio.sleep(0.05)
-        first.send_signal(signal.SIGSTOP)
-        second = await spawn("worker", env=stack.env, log=tmp_path / "second.log")
+        second = None
         try:
+            job_id = await stack.job("slow", group_size=1)
+            (group_id,) = await stack.submit(job_id, task("slow"))
+            async with asyncio.timeout(60):
+                while not (box := await containers(stack, group_id)) or "sleep 9" not in await docker("top", box[0]):
+                    await asyncio.sleep(0.05)
+            first.send_signal(signal.SIGSTOP)
+            second = await spawn("worker", env=stack.env, log=tmp_path / "second.log")
             await until_observed(stack, group_id)
             first.send_signal(signal.SIGCONT)
             batch = await stack.batch(job_id, 1, wait_s=60)
             assert await containers(stack, group_id) == []
             await asyncio.sleep(3)  # for what it might still want to do
         finally:
-            await end(first)
-            await end(second)
+            first.send_signal(signal.SIGCONT)
+            for worker in filter(None, (first, second)):
+                await end(worker)
         ((trajectory,),) = [group["trajectories"] for group in batch["groups"]]
         assert (trajectory["attempt"], trajectory["reward"], trajectory["stop_reason"]) == (1, 1.0, "submitted")
         assert_equals_record(stack, batch)

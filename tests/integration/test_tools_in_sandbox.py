@@ -29,7 +29,7 @@ TASK = TaskSpec.model_validate(
             {"type": "function", "function": {"name": "count"}, "run": {"argv": ["sh", "-c", 'pwd; wc -c; echo "$0" >&2', "a b"]}},
             {"type": "function", "function": {"name": "missing"}, "run": {"argv": ["/no/such/tool"]}},
         ],
-        "sandbox": {"files": {"/work/a.txt": "one two\n"}, "memory_mib": 64},
+        "sandbox": {"files": {"/work/a.txt": "one two\n"}, "memory_mib": 64, "disk_mib": 64},
         "limits": {"tool_s": 20.0, "tool_output_bytes": 4096},
     }
 )
@@ -113,6 +113,12 @@ async def test_a_kill_for_memory_is_told_case_038(sandbox: Sandbox) -> None:
     text = await bash(sandbox, "head -c 300m /dev/zero | tail > /dev/null; echo rc=$?")
     assert text.startswith("rc=137\n")
     assert "[killed for memory" in text
+
+
+async def test_a_kill_for_disk_is_told_and_can_be_cured(sandbox: Sandbox) -> None:
+    text = await bash(sandbox, "mkdir /work/full; for i in $(seq 100); do head -c 4m /dev/zero > /work/full/$i; sleep 0.1; done")
+    assert "[killed: the sandbox's files outgrew its disk limit; remove some]" in text
+    assert await bash(sandbox, "rm -r /work/full; echo well") == "well\n"
 
 
 async def test_custom_tools_get_json_on_stdin(sandbox: Sandbox) -> None:

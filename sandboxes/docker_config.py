@@ -23,6 +23,8 @@ _MIB = 2**20
 _SHM_MIB = 64
 _SCRATCH = ("/tmp", "/var/tmp", "/run", "/root")
 """Writable in a sandbox with a read-only root, beside its working directory."""
+_AGENT_TASKS = 2
+"""Itself and its disk watch."""
 _IMAGE_MAY_SET = frozenset({"PATH", "LANG", "HOME"})
 """Where the image's own value is the better default: its programs may lie elsewhere."""
 
@@ -134,7 +136,7 @@ def _host_config(spec: SandboxSpec, image: ImageFacts, host: Host, *, joins: boo
         "CapDrop": ["ALL"],
         "CapAdd": [*_AGENT_CAPABILITIES, *(_NETWORK_CAPABILITIES if joins else ())],
         "SecurityOpt": ["no-new-privileges"],  # and the engine's default seccomp profile
-        "PidsLimit": spec.pids + 1,  # the agent's own
+        "PidsLimit": spec.pids + _AGENT_TASKS,
         "Memory": spec.memory_mib * _MIB,
         "MemorySwap": spec.memory_mib * _MIB,  # memory and swap together: no swap
         "NanoCpus": int(spec.cpus * 1e9),

@@ -112,6 +112,8 @@ class Containers:
                     await asyncio.sleep(_LOOK_PAUSE_S)
                 if await self.remove_own(name, labels):
                     return
+        except SandboxStartError as error:
+            logger.debug("nothing of ours came to be: %s", error)
         except SandboxError as error:
             logger.warning("the failed start of %s may have left a container for the sweep: %s", name, error)
 

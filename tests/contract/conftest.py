@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from sandboxes.base import Sandbox, SandboxBackend
-from tests.sandbox_backends import IMAGE, has_engine, has_namespaces, make, spec
+from tests.sandbox_backends import IMAGE, has_engine, has_namespaces, make, named, spec
 
 
 @pytest.fixture(
@@ -36,4 +36,4 @@ async def backend(kind: str, root: Path) -> AsyncIterator[SandboxBackend]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(backend: SandboxBackend) -> Sandbox:
-    return await backend.create(spec(), name="live")
+    return await backend.create(spec(), name=named())

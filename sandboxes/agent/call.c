@@ -67,7 +67,7 @@ uint32_t calls_alive(void) { return live_count; }
 
 uint32_t calls_kept(void) { return count - live_count; }
 
-struct job *call_start_job(const struct run_request *request, source_handler *control) {
+struct job *call_start_job(const struct run_request *request, source_handler *control, int script_fd) {
     struct run_request complete = *request;
     bool home_given;
     char **env = environment_for(&request->env, &home_given);
@@ -77,7 +77,7 @@ struct job *call_start_job(const struct run_request *request, source_handler *co
         complete.user = (char *)environment_user();
     if (*complete.workdir == '\0')
         complete.workdir = (char *)environment_workdir();
-    struct job *job = job_start(&complete, env, home_given, control);
+    struct job *job = job_start(&complete, env, home_given, control, script_fd);
     int reason = errno;
     free(env);
     errno = reason;
@@ -118,7 +118,7 @@ static int begin_session(struct call *call, const uint8_t *payload, size_t lengt
 }
 
 static int begin_process(struct call *call, const struct run_request *request) {
-    struct job *job = call_start_job(request, NULL);
+    struct job *job = call_start_job(request, NULL, -1);
     if (job == NULL)
         return ERROR_NO_PROCESS;
     call->job = job;

@@ -71,7 +71,7 @@ void call_finish(struct call *call, const struct report *report);
 void call_fail(struct call *call, uint16_t code, const char *text);
 
 /* Starts the process of a call, or of the shell it needs. The environment is made of the agent's, the configured and the call's. */
-struct job *call_start_job(const struct run_request *request, source_handler *control);
+struct job *call_start_job(const struct run_request *request, source_handler *control, int script_fd);
 /* The pipe to stdin takes more. */
 void call_feed(struct call *call);
 

@@ -221,7 +221,7 @@ static void watch_pipes(struct job *job, const struct pipes *pipes, source_handl
     }
 }
 
-struct job *job_start(const struct run_request *request, char **env, bool home_given, source_handler *control) {
+struct job *job_start(const struct run_request *request, char **env, bool home_given, source_handler *control, int script_fd) {
     struct pipes pipes;
     struct job *job = calloc(1, sizeof *job);
     if (job == NULL || !make_pipes(&pipes, control != NULL)) {
@@ -241,6 +241,7 @@ struct job *job_start(const struct run_request *request, char **env, bool home_g
         .err = pipes.err[1],
         .status = pipes.status[1],
         .control = pipes.control[1],
+        .script = script_fd,
     };
     job->kind = request->kind;
     job->pid = spawn_start(&spawn);

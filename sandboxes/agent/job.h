@@ -29,7 +29,7 @@ struct job {
 };
 
 /* Starts what `request` asks for. `env` ends with NULL and has a free place. NULL when no process or pipe could be had (errno). */
-struct job *job_start(const struct run_request *request, char **env, bool home_given, source_handler *control);
+struct job *job_start(const struct run_request *request, char **env, bool home_given, source_handler *control, int script_fd);
 
 /* Kills all that descends from the job; it ends when all of it is dead. */
 void job_kill(struct job *job);

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -14,6 +15,12 @@ enum { LINE_BYTES = 256, NONCE_CHARACTERS = 32 };
 
 /* How this shell reaches the control pipe: dash knows no descriptor of two digits, but opens any path. */
 enum reach { REACH_UNKNOWN, REACH_DESCRIPTOR, REACH_PATH };
+
+/* Bytes on their way to a shell. */
+struct text {
+    char *bytes;
+    size_t size, start, length;
+};
 
 struct session {
     struct session *next;
@@ -25,8 +32,8 @@ struct session {
     char nonce[NONCE_CHARACTERS + 1];
     char line[LINE_BYTES];
     size_t line_length;
-    char *text; /* what the shell has not read yet */
-    size_t text_size, text_start, text_length;
+    struct text unread; /* what the shell has not read yet */
+    int script_fd; /* bash's scripts lie in a file: from a pipe it reads byte by byte. -1: none */
 };
 
 static struct session *sessions;
@@ -38,10 +45,15 @@ static struct session *find(const char *name) {
     return NULL;
 }
 
-static void text_clear(struct session *session) {
-    memory_resize(session->text, session->text_size, 0);
-    session->text = NULL;
-    session->text_size = session->text_start = session->text_length = 0;
+static void text_clear(struct text *text) {
+    memory_resize(text->bytes, text->size, 0);
+    *text = (struct text){0};
+}
+
+static void close_script(struct session *session) {
+    if (session->script_fd >= 0)
+        close(session->script_fd);
+    session->script_fd = -1;
 }
 
 /* Frees a session that has neither shell nor calls. */
@@ -50,37 +62,37 @@ static void discard(struct session *session) {
     while (*at != session)
         at = &(*at)->next;
     *at = session->next;
-    text_clear(session);
+    text_clear(&session->unread);
     free(session->name);
     loop_free_later(session);
 }
 
-static bool text_add(struct session *session, const char *bytes, size_t count) {
-    size_t needed = session->text_length + count;
-    if (needed > session->text_size) {
-        size_t size = session->text_size * 2 > needed ? session->text_size * 2 : needed + 512;
-        char *made = memory_resize(session->text, session->text_size, size);
+static bool text_add_bytes(struct text *text, const char *bytes, size_t count) {
+    size_t needed = text->length + count;
+    if (needed > text->size) {
+        size_t size = text->size * 2 > needed ? text->size * 2 : needed + 512;
+        char *made = memory_resize(text->bytes, text->size, size);
         if (made == NULL)
             return false;
-        session->text = made;
-        session->text_size = size;
+        text->bytes = made;
+        text->size = size;
     }
-    memcpy(session->text + session->text_length, bytes, count);
-    session->text_length += count;
+    memcpy(text->bytes + text->length, bytes, count);
+    text->length += count;
     return true;
 }
 
-static bool text_add_string(struct session *session, const char *string) { return text_add(session, string, strlen(string)); }
+static bool text_add(struct text *text, const char *string) { return text_add_bytes(text, string, strlen(string)); }
 
 /* Within single quotes: each ' becomes '\''. */
-static bool text_add_quoted(struct session *session, const char *string) {
+static bool text_add_quoted(struct text *text, const char *string) {
     for (;;) {
         size_t plain = strcspn(string, "'");
-        if (!text_add(session, string, plain))
+        if (!text_add_bytes(text, string, plain))
             return false;
         if (string[plain] == '\0')
             return true;
-        if (!text_add_string(session, "'\\''"))
+        if (!text_add(text, "'\\''"))
             return false;
         string += plain + 1;
     }
@@ -98,24 +110,32 @@ static bool is_name(const char *pair) {
     return length > 0 && pair[length] == '=' && (pair[0] < '0' || pair[0] > '9');
 }
 
-/* `export NAME='value'` for the environment that came with the call, all inside the quotes of eval. */
-static bool text_add_exports(struct session *session, const struct strings *env) {
+/* `export NAME='value'` for the environment that came with the call. */
+static bool text_add_exports(struct text *text, const struct strings *env) {
     for (uint32_t i = 0; i < env->count; i++) {
         const char *pair = env->items[i];
         size_t length = strcspn(pair, "=");
         if (!is_name(pair))
             continue;
-        if (!text_add_string(session, "\\command export ") || !text_add(session, pair, length) || !text_add_string(session, "='\\''"))
-            return false;
-        for (const char *value = pair + length + 1; *value != '\0'; value++) {
-            bool added = *value == '\'' ? text_add_string(session, "'\\''\\'\\'''\\''") : text_add(session, value, 1);
-            if (!added)
-                return false;
-        }
-        if (!text_add_string(session, "'\\'';"))
+        if (!text_add(text, "\\command export ") || !text_add_bytes(text, pair, length + 1) || !text_add(text, "'") ||
+            !text_add_quoted(text, pair + length + 1) || !text_add(text, "';"))
             return false;
     }
     return true;
+}
+
+/* Gone before the script begins: with `set -a` the programs that it starts would get it in their environment. */
+#define FORGET_SCRIPT "\\command unset -v __rollway_script;"
+
+/* What eval gets. The line end keeps a comment, or a `\`, at the script's end from what follows. Ends with NUL. */
+static bool make_script(const struct session *session, const struct run_request *request, struct text *script) {
+    return text_add(script, session->script_fd >= 0 ? FORGET_SCRIPT : "") && text_add_exports(script, &request->env) &&
+           text_add(script, session->verbose ? "set -v;" : "") && text_add(script, session->traced ? "set -x;" : "") &&
+           text_add(script, request->argv.items[1]) && text_add_bytes(script, "\n", 2);
+}
+
+static bool store_script(int fd, const struct text *script) {
+    return ftruncate(fd, 0) == 0 && pwrite(fd, script->bytes, script->length, 0) == (ssize_t)script->length && lseek(fd, 0, SEEK_SET) == 0;
 }
 
 static const char *reach_target(const struct session *session) {
@@ -125,14 +145,22 @@ static const char *reach_target(const struct session *session) {
 /* The script runs through eval, within one command that the shell has read to its end before it starts: nothing that the script reads,
  * nor an error of its syntax, touches what comes next. `\command` keeps aliases and functions of the script out, and dash alive. Its status
  * and the shell's flags come over the control pipe behind a number that no earlier script knew. */
-static bool write_script(struct session *session, const struct run_request *request) {
+static bool write_line(struct session *session, const struct text *script) {
+    struct text *line = &session->unread;
     char end[256];
     new_nonce(session);
-    snprintf(end, sizeof end, "\n' </dev/null; { \\command printf '%%s %%d %%s.\\n' %s \"$?\" \"$-\" >%s; \\command set +xv; } 2>/dev/null; }\n",
+    snprintf(end, sizeof end, " </dev/null; { \\command printf '%%s %%d %%s.\\n' %s \"$?\" \"$-\" >%s; \\command set +xv; } 2>/dev/null; }\n",
              session->nonce, reach_target(session));
-    return text_add_string(session, "{ \\command eval '") && text_add_exports(session, &request->env) &&
-           text_add_string(session, session->verbose ? "set -v;" : "") && text_add_string(session, session->traced ? "set -x;" : "") &&
-           text_add_quoted(session, request->argv.items[1]) && text_add_string(session, end);
+    if (session->script_fd >= 0 && store_script(session->script_fd, script))
+        return text_add(line, "{ IFS= \\command read -r -d '' __rollway_script <&251; \\command eval \"$__rollway_script\"") && text_add(line, end);
+    return text_add(line, "{ \\command eval '") && text_add_quoted(line, script->bytes) && text_add(line, "'") && text_add(line, end);
+}
+
+static bool write_script(struct session *session, const struct run_request *request) {
+    struct text script = {0};
+    bool written = make_script(session, request, &script) && write_line(session, &script);
+    text_clear(&script);
+    return written;
 }
 
 /* Asks the shell which way it reaches the control pipe. */
@@ -142,13 +170,14 @@ static bool write_question(struct session *session) {
     snprintf(text, sizeof text,
              "(\\command eval '\\command printf \"%%s 0 d.\\n\" %s >&250') 2>/dev/null || \\command printf '%%s 0 p.\\n' %s >/proc/self/fd/250\n",
              session->nonce, session->nonce);
-    return text_add_string(session, text);
+    return text_add(&session->unread, text);
 }
 
 void session_feed(struct session *session) {
     struct source *in = &session->job->in;
-    while (in->fd >= 0 && session->text_start < session->text_length) {
-        ssize_t count = write(in->fd, session->text + session->text_start, session->text_length - session->text_start);
+    struct text *unread = &session->unread;
+    while (in->fd >= 0 && unread->start < unread->length) {
+        ssize_t count = write(in->fd, unread->bytes + unread->start, unread->length - unread->start);
         if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
             source_want(in, EPOLLOUT);
             return;
@@ -157,10 +186,10 @@ void session_feed(struct session *session) {
             source_close(in);
             break;
         }
-        session->text_start += (size_t)count;
+        unread->start += (size_t)count;
     }
     source_want(in, 0);
-    text_clear(session);
+    text_clear(unread);
 }
 
 static void next_script(struct session *session) {
@@ -233,14 +262,17 @@ static bool start_shell(struct session *session) {
     char *bash[] = {shell, "--noprofile", "--norc", NULL}, *other[] = {shell, NULL};
     bool known = is_bash(shell);
     request.argv = (struct strings){.items = known ? bash : other, .count = known ? 3 : 1};
-    session->job = call_start_job(&request, control_ready);
-    if (session->job == NULL)
+    session->script_fd = known ? memfd_create("script", MFD_CLOEXEC) : -1;
+    session->job = call_start_job(&request, control_ready, session->script_fd);
+    if (session->job == NULL) {
+        close_script(session);
         return false;
+    }
     session->job->session = session;
     session->reach = known ? REACH_DESCRIPTOR : REACH_UNKNOWN;
     session->traced = session->verbose = false;
     session->line_length = 0;
-    text_clear(session);
+    text_clear(&session->unread);
     return true;
 }
 
@@ -273,6 +305,7 @@ int session_run(struct call *call) {
             free(session);
             return ERROR_FULL;
         }
+        session->script_fd = -1;
         session->next = sessions;
         sessions = session;
     }
@@ -303,7 +336,8 @@ static struct call *part(struct session *session) {
     session->running = NULL;
     session->job = NULL;
     session->nonce[0] = '\0';
-    text_clear(session);
+    text_clear(&session->unread);
+    close_script(session);
     if (call != NULL)
         job->call_id = call->id;
     job_leave(job);

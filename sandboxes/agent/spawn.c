@@ -115,11 +115,12 @@ static void close_range_or_each(unsigned first, unsigned last) {
         close((int)fd);
 }
 
-/* Puts the pipes to 0, 1 and 2, the status to STATUS_FD, the control pipe to CONTROL_FD, and closes all else: a supervisor must not hold
+/* Puts the pipes to 0, 1 and 2, the status to STATUS_FD, what a lasting shell needs to CONTROL_FD and SCRIPT_FD, and closes all else: a supervisor must not hold
  * the other calls' pipes open. */
 static int place_descriptors(const struct spawn *spawn) {
-    int control = spawn->control >= 0 ? fcntl(spawn->control, F_DUPFD, CONTROL_FD + 1) : -1;
-    if (spawn->control >= 0 && control < 0)
+    int control = spawn->control >= 0 ? fcntl(spawn->control, F_DUPFD, SCRIPT_FD + 1) : -1;
+    int script = spawn->script >= 0 ? fcntl(spawn->script, F_DUPFD, SCRIPT_FD + 1) : -1;
+    if ((spawn->control >= 0 && control < 0) || (spawn->script >= 0 && script < 0))
         return -1;
     dup2(spawn->in, 0);
     dup2(spawn->out, 1);
@@ -131,6 +132,10 @@ static int place_descriptors(const struct spawn *spawn) {
         dup2(control, CONTROL_FD);
         close_range_or_each(rest, CONTROL_FD - 1);
         rest = CONTROL_FD + 1;
+    }
+    if (script >= 0) {
+        dup2(script, SCRIPT_FD);
+        rest = SCRIPT_FD + 1;
     }
     close_range_or_each(rest, ~0u);
     return 0;
@@ -205,8 +210,7 @@ static _Noreturn void supervise(const struct spawn *spawn) {
     if (command < 0)
         report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_PROCESS, .code = errno});
     close_range_or_each(0, 2);
-    if (spawn->control >= 0)
-        close(CONTROL_FD);
+    close_range_or_each(CONTROL_FD, SCRIPT_FD);
     wait_for_all(command);
 }
 

@@ -8,7 +8,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-enum { CONTROL_FD = 250 }; /* where a lasting shell finds its control pipe: far above what scripts use */
+/* Where a lasting shell finds its control pipe and, if it has one, the file with its script: far above what scripts use. */
+enum { CONTROL_FD = 250, SCRIPT_FD = 251 };
 
 struct spawn {
     int kind; /* KIND_EXEC or KIND_SESSION: argv is executed; else files_main does the work */
@@ -17,7 +18,7 @@ struct spawn {
     const char *user, *workdir;
     bool home_given; /* HOME was asked for; else a user's own is set */
     int in, out, err, status;
-    int control; /* or -1 */
+    int control, script; /* or -1 */
 };
 
 enum { KIND_EXEC, KIND_SESSION, KIND_PACK, KIND_UNPACK, KIND_READ, KIND_WRITE, KIND_COUNT };

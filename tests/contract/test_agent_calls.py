@@ -184,6 +184,9 @@ def test_a_session_lasts(attached: Attacher, shell: str) -> None:
     assert said("# nothing\\") == (0, b"", b"")
     assert said("") == (0, b"", b"")
     assert said("echo " + "x" * 100_000 + " | wc -c") == (0, b"100001\n", b"")
+    assert said("printf() { \\command printf \"$@\"; }; printf '\udcff\udc80' | od -An -tx1") == (0, b" ff 80\n", b"")
+    assert said("set -a; true " + "x" * 200_000 + "\nenv | wc -c")[0] == 0
+    assert said("set +a; set | grep -c __rollway") == (1, b"0\n", b"")
     assert said("set -x; echo traced")[1].lstrip(b"+ ") == b"echo traced\ntraced\n"
     said("set +x")
     assert said("echo quiet") == (0, b"quiet\n", b"")

@@ -143,6 +143,7 @@ async def test_a_lost_answer_to_a_rename(tmp_path: Path) -> None:
     async with make("docker", tmp_path) as backend, lossy(tmp_path) as (road, unlucky):
         assert isinstance(backend, DockerBackend)
         pooled, name = await unlucky.create(spec(), name=f"pool-{named()}"), named()
+        await pooled.detach()
         road.lose = b"/rename"
         with pytest.raises(SandboxError):
             await unlucky.adopt(pooled, spec(), name=name)

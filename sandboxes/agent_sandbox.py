@@ -18,6 +18,7 @@ from sandboxes.base import (
     SandboxContentError,
     SandboxError,
     SandboxFencedError,
+    SandboxLostError,
     SandboxSpecError,
     SandboxTooLargeError,
     SandboxUserError,
@@ -182,6 +183,7 @@ class AgentSandbox:
     async def destroy(self) -> None:
         try:
             await to_the_end(self._removed())
+            await self._channel.aclose(SandboxLostError(f"sandbox {self.id} is gone: it was removed here"))
         finally:
             await self._channel.aclose()
 

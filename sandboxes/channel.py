@@ -113,9 +113,9 @@ class Channel:
         """
         await self._at.open()
 
-    async def aclose(self) -> None:
-        """Let go of the agent: what waits here ends with SandboxError, what runs there goes on."""
-        await self._at.aclose()
+    async def aclose(self, why: SandboxError | None = None) -> None:
+        """Let go of the agent: what waits here ends with `why`, else a SandboxError; what runs there goes on."""
+        await self._at.aclose(why or SandboxError(f"{self._line.id}: its channel was closed"))
         if self._watch is not None:
             self._watch.cancel()
 

@@ -95,9 +95,9 @@ class Attachment:
         self.cut(str(error))
         self._failed(self.over)
 
-    async def aclose(self) -> None:
+    async def aclose(self, why: SandboxError) -> None:
         recovery = self._recovery
-        self.end(SandboxError(f"{self._line.id}: its channel was closed"))
+        self.end(why)
         if recovery is not None:
             recovery.cancel()
             await asyncio.gather(recovery, return_exceptions=True)

@@ -34,11 +34,11 @@ async def test_open_detaches_and_destroy_is_idempotent(backend: SandboxBackend) 
         assert 0 < sandbox.start_seconds < 30
     (info,) = [info for info in await backend.list() if info.name == name]
     assert (info.alive, info.labels) == (True, {"owner": "a"})
+    with pytest.raises(SandboxError):
+        await bash(sandbox, "true")
     await asyncio.gather(sandbox.destroy(), sandbox.destroy())
     await sandbox.destroy()
     assert not await sandbox.poll()
-    with pytest.raises(SandboxError):
-        await bash(sandbox, "true")
     with pytest.raises(SandboxLostError):
         await backend.attach(sandbox.id)
 
@@ -63,6 +63,8 @@ async def test_destroyed_while_a_command_runs(backend: SandboxBackend) -> None:
     with pytest.raises(SandboxLostError) as lost:
         await call
     assert not lost.value.by_command
+    with pytest.raises(SandboxLostError):
+        await bash(sandbox, "true")
 
 
 async def test_nothing_in_it_reaches_the_first_process(backend: SandboxBackend) -> None:

@@ -20,13 +20,14 @@ ENGINE = (docker_host() or "unix:///var/run/docker.sock").removeprefix("unix://"
 class LossyRoad:
     """Between a client and the engine. `lose`: requests with this in their first line are done, and their answers never arrive.
 
-    cut_after: attach streams end after so many bytes from the engine; the number is used up by the first that does. silent: whatever is
-    connected now gives nothing any more.
+    exchange: in what is asked for, the second stands in place of the first, which is as long. cut_after: attach streams end after so
+    many bytes from the engine; the number is used up by the first that does.
     """
 
     def __init__(self) -> None:
         self.lose: bytes | None = None
         self.lost = 0
+        self.exchange: tuple[bytes, bytes] | None = None
         self.cut_after: int | None = None
         self.cuts = 0
         self.attached = 0
@@ -39,6 +40,7 @@ class LossyRoad:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def fall_silent(self) -> None:
+        """Whatever is connected now gives nothing any more."""
         self._silent |= self._connections
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +69,7 @@ class LossyRoad:
         while data:
             if self.lose is not None and self.lose in data.partition(b"\r\n")[0]:
                 lost.set()
-            engine.write(data)
+            engine.write(data.replace(*self.exchange) if self.exchange else data)
             await engine.drain()
             data = await reader.read(65_536)
         if engine.can_write_eof():
@@ -196,3 +198,14 @@ async def test_an_engine_that_is_gone_for_good(tmp_path: Path) -> None:
         await (await well.attach(sandbox.id)).destroy()
         with pytest.raises(SandboxError):
             await call
+
+
+async def test_an_agent_that_may_not_have_its_own_network_gets_the_engines(tmp_path: Path) -> None:
+    """As on an engine whose policy takes the capability away without a word: the agent does not serve half-closed."""
+    async with lossy(tmp_path) as (road, backend):
+        road.exchange = (b'"SYS_ADMIN"', b'"NET_ADMIN"')
+        sandbox = await backend.create(spec(), name=named())
+        assert backend.limits.counts.retried == 1
+        found = await bash(sandbox, "cut -d: -f1 /proc/net/dev | tail -n +3; cat /proc/sys/kernel/hostname; grep CapEff /proc/self/status")
+        assert found.stdout.split() == [b"lo", b"sandbox", b"CapEff:", b"0" * 16]
+        await sandbox.destroy()

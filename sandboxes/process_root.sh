@@ -21,8 +21,9 @@ mount --bind . .
 cd "$directory/root"
 mkdir -p .rollway usr etc proc dev run sys tmp root var/tmp ".$workdir" .old
 touch .rollway/agent && mount --bind "$agent" .rollway/agent && mount -o remount,bind,ro,nosuid .rollway/agent
-mount --rbind /usr usr
-mount -o remount,bind,ro,nosuid usr
+# On a device of its own, so that the agent's watch does not walk it; .old stands for the second layer that overlayfs wants.
+mount -t overlay -o ro,nosuid,lowerdir=/usr:.old overlay usr 2>/dev/null ||
+    { mount --rbind /usr usr && mount -o remount,bind,ro,nosuid usr; }
 for name in bin sbin lib lib32 lib64 libx32; do
     if [ -L "/$name" ]; then
         ln -s "usr/$name" "$name"

@@ -69,6 +69,8 @@ static void discard(struct session *session) {
 
 static bool text_add_bytes(struct text *text, const char *bytes, size_t count) {
     size_t needed = text->length + count;
+    if (count == 0)
+        return true;
     if (needed > text->size) {
         size_t size = text->size * 2 > needed ? text->size * 2 : needed + 512;
         char *made = memory_resize(text->bytes, text->size, size);

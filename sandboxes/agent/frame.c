@@ -72,8 +72,9 @@ static void skip_zeros(struct parser *parser) {
     }
 }
 
-/* Steps over a frame with a wrong CRC. It goes as a whole: its payload is never searched for frames, for a file could hold one. */
-static void drop_frame(struct parser *parser, size_t size) {
+/* Steps over a frame, be its CRC right or wrong, as a whole: its payload is never searched for frames, for a file could hold one. The zeros
+ * at its end may be those of a preamble that filled it up. */
+static void pass_frame(struct parser *parser, size_t size) {
     parser->start += size;
     const uint8_t *end = parser->bytes + parser->start;
     parser->zeros = 0;
@@ -111,15 +112,14 @@ enum parsed parser_next(struct parser *parser, struct frame *frame) {
         if (size < HEADER_BYTES + length)
             return PARSER_EMPTY;
         if (get32(at + CRC_AT) != frame_crc(at, length)) {
-            drop_frame(parser, HEADER_BYTES + length);
+            pass_frame(parser, HEADER_BYTES + length);
             if (get_lost(parser))
                 return PARSER_LOST;
             continue;
         }
         *frame = (struct frame){at[4], at[5], get64(at + 8), get64(at + 16), at + HEADER_BYTES, length};
         bool taken = counts(parser, frame->type);
-        parser->start += HEADER_BYTES + length;
-        parser->zeros = 0;
+        pass_frame(parser, HEADER_BYTES + length);
         if (taken) {
             parser->lost = false;
             return PARSER_FRAME;

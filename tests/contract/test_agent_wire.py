@@ -96,6 +96,16 @@ def test_a_frame_that_was_cut_short_does_not_swallow_the_next_attacher(agent: Pi
     assert second.run(["echo", "well"]).stdout.head == b"well\n"
 
 
+def test_a_preamble_that_completes_a_cut_frame_still_counts_while_the_way_is_lost(agent: PipedAgent) -> None:
+    first = agent.attacher()
+    first.hello()
+    ends_in_zeros = encode(Type.STDIN, first.channel, 1, pack_stdin(0, b"x" + bytes(100)))
+    first.write(b"garbage" + bytes(8) + ends_in_zeros[:-50])
+    second = agent.attacher()
+    second.hello()
+    assert second.run(["echo", "well"]).stdout.head == b"well\n"
+
+
 def test_what_a_cut_payload_holds_is_no_frame(agent: PipedAgent) -> None:
     first = agent.attacher()
     first.hello()

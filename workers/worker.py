@@ -166,7 +166,7 @@ class Worker:
     def _let_go(self, helds: Iterable[Held]) -> None:
         """Stop what is no longer ours. The sandbox of a lost lease is left: the next owner resumes in it, or the sweep removes it."""
         for held in helds:
-            if not held.task.done() and not held.hold.ended:
+            if not (held.task.done() or held.task.cancelling() or held.hold.ended):
                 metrics.lost_leases.inc()
                 why = "was ended by others" if held.hold.cancelled else "is no longer ours"
                 logger.info("%s %s: stopping it", held.lease.rollout_id, why)

@@ -44,7 +44,8 @@ POLICY: dict[str, Any] = {
         rule("do custom.", call("count", word="hello"), "That is it."),
         rule("do answer.", "42"),
         rule("How many lines", call("lines", path="/work/data.txt"), call("bash", command="echo 2 > /work/answer"), call("submit")),
-        rule("do destroy.", call("bash", command="rm -f /bin/bash /usr/bin/bash"), call("bash", command="echo still here"), call("submit")),
+        rule("do break.", call("bash", command="rm -f /bin/bash /usr/bin/bash; kill -9 1 -1"),
+             call("edit_file", path="/work/done", new_text=""), call("submit")),
         rule("do slow.", call("bash", command="sleep 30"), call("submit")),
     ],
     "default": [[{"text": "I do not know.", "weight": 1.0}]],
@@ -195,16 +196,12 @@ async def test_a_failing_setup_is_the_tasks_fault(stack: Stack) -> None:
     assert "no compiler" in group["reason"]
 
 
-async def test_a_sandbox_that_the_model_destroys_twice_is_its_answer(stack: Stack) -> None:
-    job_id = await stack.job("destroy", group_size=1)
-    (group_id,) = await stack.submit(job_id, task("destroy"))
+async def test_a_sandbox_outlives_what_a_model_breaks_in_it(stack: Stack) -> None:
+    job_id = await stack.job("break", group_size=1)
+    await stack.submit(job_id, task("break"))
     batch = await stack.batch(job_id, 1)
-    ((trajectory, sample),) = flat(batch)
-    assert (trajectory["attempt"], trajectory["stop_reason"], trajectory["reward"]) == (2, "sandbox_destroyed", 0.0)
-    assert trajectory["reward_detail"]["reason"] == "sandbox_destroyed"
-    assert sum(sample["loss_mask"]) > 0
-    rollout = (await stack.api.get(f"/v1/rollouts/{group_id}-r0")).json()
-    assert rollout["failures"] == ["sandbox_destroyed"]
+    ((trajectory, _),) = flat(batch)
+    assert (trajectory["attempt"], trajectory["stop_reason"], trajectory["reward"]) == (1, "submitted", 1.0)
 
 
 async def containers(stack: Stack, rollout_id: str) -> list[str]:

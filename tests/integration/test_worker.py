@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from sandboxes.agent_sandbox import AgentSandbox
-from sandboxes.base import ExecResult, Sandbox, SandboxFencedError, SandboxLostError, SandboxSpec, SandboxStartError
+from sandboxes.base import ExecResult, Sandbox, SandboxError, SandboxFencedError, SandboxLostError, SandboxSpec, SandboxStartError
 from sandboxes.docker import DockerBackend
 from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, pack_ids
 from service.leases import Lease
@@ -67,19 +67,20 @@ class StuckBackend(DockerBackend):
         raise SandboxStartError("never")
 
 
-class Attached(Sandbox):
-    """A sandbox that another worker opened; `ended` says how we left it."""
+GONE = SandboxLostError("no such container")
 
-    def __init__(self, *, fenced: bool) -> None:
-        self.fenced = fenced
+
+class Attached(Sandbox):
+    """A sandbox that another worker opened, and that answers every call with `error`; `ended` says how we left it."""
+
+    def __init__(self, error: SandboxError) -> None:
+        self.error = error
         self.asked: list[str | None] = []
         self.ended: list[str] = []
 
     async def exec(self, argv: Sequence[str], *, call_id: str | None = None, **more: Any) -> ExecResult:
         self.asked.append(call_id)
-        if self.fenced:
-            raise SandboxFencedError("the holder of another lease attached to it")
-        raise SandboxLostError("enough of it")
+        raise self.error
 
     async def destroy(self) -> None:
         self.ended.append("destroyed")
@@ -91,10 +92,10 @@ class Attached(Sandbox):
 class AttachingBackend(DockerBackend):
     """Has one sandbox, in its life `boot_id`."""
 
-    def __init__(self, *, boot_id: str = "b1", fenced: bool = False) -> None:
+    def __init__(self, error: SandboxError = GONE, *, boot_id: str = "b1") -> None:
         super().__init__(deployment_id="attaching")
         self.boot_id = boot_id
-        self.sandbox = Attached(fenced=fenced)
+        self.sandbox = Attached(error)
         self.fences: list[int] = []
 
     async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
@@ -201,7 +202,7 @@ async def test_a_fenced_worker_changes_nothing_and_destroys_nothing(stack: Stack
     group = await open_tool_job(stack, qwen3_dir)
     lease = await left_in_a_call(stack, boot_id="b1")
     written = await stack.leases.journal(lease.rollout_id)
-    backend = AttachingBackend(fenced=True)
+    backend = AttachingBackend(SandboxFencedError("the holder of another lease attached to it"))
     async with resources_of(stack, qwen3_dir, docker=backend) as resources:
         await drive(lease, resources, Hold())
     assert backend.sandbox.ended == ["detached"]
@@ -209,3 +210,17 @@ async def test_a_fenced_worker_changes_nothing_and_destroys_nothing(stack: Stack
     record = await stack.groups.rollout(lease.rollout_id)
     assert (record.attempt, record.state, await stack.state(group)) == (1, "leased", GroupState.RUNNING)
     await backend.aclose()
+
+
+async def test_a_sandbox_that_the_model_destroys_twice_is_its_answer(stack: Stack, qwen3_dir: Path) -> None:
+    group = await open_tool_job(stack, qwen3_dir)
+    for _ in range(2):
+        lease = await left_in_a_call(stack, boot_id="b1")
+        backend = AttachingBackend(SandboxLostError("exited while a command ran in it", by_command=True))
+        async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+            await drive(lease, resources, Hold())
+        await backend.aclose()
+    record = await stack.groups.rollout(lease.rollout_id)
+    assert (record.attempt, record.stop_reason, record.reward) == (2, "sandbox_destroyed", 0.0)
+    assert list(record.failures) == ["sandbox_destroyed"]
+    assert await stack.state(group) is GroupState.READY

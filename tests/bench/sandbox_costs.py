@@ -1,21 +1,22 @@
 """What sandboxes cost the machine: CPU seconds by whose they are, and memory, from /proc."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import psutil
 
-_DAEMONS = ("dockerd", "containerd", "containerd-shim")
+_DAEMONS = ("dockerd", "containerd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """CPU seconds. `machine_s` is all that was busy, whoever it was."""
+    """CPU seconds. `inside_s`: of the containers' first processes and what they reaped; `machine_s`: all that was busy, whoever it was."""
 
     client_s: float = 0.0
     daemons_s: float = 0.0
+    inside_s: float = 0.0
     machine_s: float = 0.0
     wall_s: float = 0.0
 
@@ -23,33 +24,54 @@ class Cpu:
         return Cpu(
             client_s=self.client_s + other.client_s,
             daemons_s=self.daemons_s + other.daemons_s,
+            inside_s=self.inside_s + other.inside_s,
             machine_s=self.machine_s + other.machine_s,
             wall_s=self.wall_s + other.wall_s,
         )
 
 
 class Meter:
-    """Runs from when it is made; `read` gives what was used since."""
+    """Runs from when it is made; `read` gives what was used since: of shims and insides those of `container_ids` alone."""
 
-    def __init__(self) -> None:
-        self._daemons = {process: used for process in daemons() if (used := _used_s(process)) is not None}
+    def __init__(self, container_ids: Iterable[str] = ()) -> None:
+        shims = shims_of(container_ids)
+        self._daemons, self._inside = _used([*daemons(), *shims]), _used(first_processes(shims))
         self._machine_s, self._client_s, self._wall_s = _machine_s(), time.process_time(), time.perf_counter()
 
     def read(self) -> Cpu:
         """Of the engine's processes those count that still live."""
         wall_s, client_s, machine_s = time.perf_counter(), time.process_time(), _machine_s()
-        daemons_s = sum(now - before for process, before in self._daemons.items() if (now := _used_s(process)) is not None)
         return Cpu(
             client_s=client_s - self._client_s,
-            daemons_s=daemons_s,
+            daemons_s=_since(self._daemons),
+            inside_s=_since(self._inside),
             machine_s=machine_s - self._machine_s,
             wall_s=wall_s - self._wall_s,
         )
 
 
 def daemons() -> list[psutil.Process]:
-    """The engine's processes that live now, the shims included."""
-    return [process for process in psutil.process_iter(["name"]) if (process.info["name"] or "").startswith(_DAEMONS)]
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"] in _DAEMONS]
+
+
+def shims_of(container_ids: Iterable[str]) -> list[psutil.Process]:
+    wanted = set(container_ids)
+    shims = [process for process in psutil.process_iter(["name"]) if (process.info["name"] or "").startswith("containerd-shim")]
+    return [process for process in shims if wanted.intersection(_arguments(process))]
+
+
+def first_processes(shims: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Their children: each container's first process."""
+    parents = {shim.pid for shim in shims}
+    return [process for process in psutil.process_iter(["ppid"]) if process.info["ppid"] in parents]
+
+
+def _used(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:
+    return {process: used for process in processes if (used := _used_s(process)) is not None}
+
+
+def _since(before: Mapping[psutil.Process, float]) -> float:
+    return sum(now - then for process, then in before.items() if (now := _used_s(process)) is not None)
 
 
 def _machine_s() -> float:
@@ -72,9 +94,7 @@ def available_bytes() -> int:
 
 def resident_bytes(container_ids: Iterable[str]) -> int:
     """Proportional set size of these containers' shims and of what runs in them."""
-    wanted = set(container_ids)
-    shims = [process for process in daemons() if wanted.intersection(_arguments(process))]
-    trees = [member for shim in shims for member in (shim, *shim.children(recursive=True))]
+    trees = [member for shim in shims_of(container_ids) for member in (shim, *shim.children(recursive=True))]
     return sum(_proportional_bytes(process) for process in trees)
 
 

@@ -40,6 +40,7 @@ class Samples:
         return Cpu(
             client_s=self.cpu.client_s / thousands,
             daemons_s=self.cpu.daemons_s / thousands,
+            inside_s=self.cpu.inside_s / thousands,
             machine_s=(self.cpu.machine_s - idle_busy_cores * self.cpu.wall_s) / thousands,
             wall_s=self.cpu.wall_s / thousands,
         )

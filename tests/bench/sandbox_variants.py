@@ -195,6 +195,10 @@ class Fleet:
     def _missing_bare(self, count: int) -> list[Awaitable[None]]:
         return [self._one_bare() for _ in range(count - len(self._bare))]
 
+    @property
+    def container_ids(self) -> list[str]:
+        return [*(sandbox.id for sandbox in self.sandboxes), *(container_id for container_id, _ in self._bare)]
+
     async def one_of_ours(self) -> Sandbox:
         async with self._starting:
             sandbox = await self.backend.create(SPEC, name=self.name())

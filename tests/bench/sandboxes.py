@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,7 +77,7 @@ OPERATIONS = [
 ]
 
 
-async def closed_loop(boxes: Sequence[Box], operation: Operation, seconds: float) -> Samples:
+async def closed_loop(boxes: Sequence[Box], operation: Operation, seconds: float, container_ids: Sequence[str]) -> Samples:
     """One loop a box until the time is up; each makes at least one call."""
     times_s: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -91,7 +91,7 @@ async def closed_loop(boxes: Sequence[Box], operation: Operation, seconds: float
             if ended >= deadline or (operation.large and len(boxes) > 1):
                 return
 
-    meter = costs.Meter()
+    meter = costs.Meter(container_ids)
     await asyncio.gather(*map(loop, boxes))
     return Samples(times_s=times_s, cpu=meter.read())
 
@@ -119,13 +119,10 @@ async def measure_calls(fleet: Fleet, plan: Plan) -> dict[Key, Samples]:
         await asyncio.sleep(SETTLE_S)
         for round_number in range(plan.rounds):
             for operation in plan.of(size, round_number):
-                await one_row(boxes, operation, size, plan.seconds, samples)
+                for variant in random.sample(list(boxes), len(boxes)):
+                    cell = Key(size, operation.name, variant)
+                    samples[cell] += await closed_loop(boxes[variant], operation, plan.seconds, fleet.container_ids)
     return samples
-
-
-async def one_row(boxes: Mapping[str, Sequence[Box]], operation: Operation, size: int, seconds: float, samples: dict[Key, Samples]) -> None:
-    for variant in random.sample(list(boxes), len(boxes)):
-        samples[Key(size, operation.name, variant)] += await closed_loop(boxes[variant], operation, seconds)
 
 
 async def idle_busy() -> float:

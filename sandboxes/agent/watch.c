@@ -21,8 +21,8 @@
 
 enum {
     LOOK_MS = 200,       /* between looks at the free space while active */
-    PERIOD_MS = 1000,    /* between walks, at least */
-    LONGEST_MS = 30000,  /* and at most, so that a dear walk does not blind the watch */
+    PERIOD_MS = 1000,    /* between walks, at least, where space goes */
+    LONGEST_MS = 30000,  /* and at most, though no space goes: another may free what this one takes */
     SHARE = 30,          /* a walk takes at most a thirtieth of the time */
     HURRIED_SHARE = 10,  /* or a tenth, when the disk fills */
     STACK = 65536,
@@ -139,13 +139,14 @@ static struct space free_space(void) {
     return space;
 }
 
-/* Whether more than half of what is left to the limit went since the last walk, whoever took it. */
-static int fell(uint64_t before, uint64_t now, uint64_t used, uint64_t limit) {
-    uint64_t left = limit > used ? limit - used : 0;
-    return limit > 0 && before > now && before - now > left / 2;
-}
-
 static int exceeds(uint64_t used, uint64_t limit) { return limit > 0 && used > limit; }
+
+/* Which part of what was left to the limit at the last walk went since then, whoever took it, in eighths; past the limit, of it all. */
+static uint64_t fell(uint64_t before, uint64_t now, uint64_t used, uint64_t limit) {
+    if (limit == 0 || before <= now) return 0;
+    uint64_t eighth = (limit > used ? limit - used : limit) / 8;
+    return eighth > 0 ? (before - now) / eighth : 8;
+}
 
 /* Publishes what a walk found: whether that trips. */
 static int judge(const struct used *used) {
@@ -169,15 +170,19 @@ struct schedule {
     struct space space;          /* before it */
 };
 
-/* After a call that is over already only a disk that filled is a reason: else each short call would cost a walk. */
+/* A walk costs what the files of the image are many, so while no space goes there is one only now and then: most calls write little. */
 static int is_due(const struct schedule *last, const struct space *space) {
     uint64_t since = now_ms(CLOCK_MONOTONIC) - last->walked_ms;
     uint64_t period = last->cost_ms * SHARE;
     if (period < PERIOD_MS) period = PERIOD_MS;
     if (period > LONGEST_MS) period = LONGEST_MS;
-    if (since >= (active ? period : LONGEST_MS)) return 1;
+    if (since >= LONGEST_MS) return 1;
     if (since < last->cost_ms * HURRIED_SHARE) return 0;
-    return fell(last->space.bytes, space->bytes, used_bytes, limit_bytes) || fell(last->space.inodes, space->inodes, used_inodes, limit_inodes);
+    uint64_t bytes = fell(last->space.bytes, space->bytes, used_bytes, limit_bytes);
+    uint64_t inodes = fell(last->space.inodes, space->inodes, used_inodes, limit_inodes);
+    if (bytes >= 4 || inodes >= 4) return 1;
+    if (since < period) return 0;
+    return bytes >= 1 || inodes >= 1 || (active && (exceeds(used_bytes, limit_bytes) || exceeds(used_inodes, limit_inodes)));
 }
 
 /* Until something is active. The flag is set before `active` is looked at, so no waking is missed. */

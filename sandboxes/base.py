@@ -99,6 +99,8 @@ class SandboxSpec:
     """`none`, or `open` for whatever the machine reaches; whether that may be asked for is the operator's to say."""
     user: str | None = None
     """Name or `uid[:gid]`; None: the image's own."""
+    capabilities: str = "none"
+    """`none`, or `root`: root may give files away and become other users, as package managers and `adduser` want. Never more."""
     cpus: float = 1.0
     memory_mib: int = 512
     pids: int = 256

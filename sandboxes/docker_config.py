@@ -29,7 +29,7 @@ _IMAGE_MAY_SET = frozenset({"PATH", "LANG", "HOME"})
 """Where the image's own value is the better default: its programs may lie elsewhere."""
 
 _AGENT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""For files and calls of any user. What the agent runs holds none of them."""
+"""For files and calls of any user. What the agent runs holds none of them, but for root where the spec says so (not SETPCAP)."""
 _NETWORK_CAPABILITIES = ("NET_ADMIN", "SYS_ADMIN")
 """For an own network namespace. The agent gives them up before it answers."""
 
@@ -67,6 +67,8 @@ def checked(spec: SandboxSpec, name: str) -> None:
         raise SandboxSpecError(f"name {name!r}: use letters, digits and _.-, at least two, beginning with a letter or digit")
     if spec.network not in ("none", "open"):
         raise SandboxSpecError(f"network {spec.network!r}: use 'none' or 'open'")
+    if spec.capabilities not in ("none", "root"):
+        raise SandboxSpecError(f"capabilities {spec.capabilities!r}: use 'none' or 'root'")
     if not spec.workdir.startswith("/") or "\0" in spec.workdir or ":" in spec.workdir:
         raise SandboxSpecError(f"workdir {spec.workdir!r} must be absolute, without ':'")
     if spec.workdir == "/" and spec.read_only:
@@ -113,7 +115,7 @@ def container(spec: SandboxSpec, *, name: str, deployment_id: str, image: ImageF
     return {
         "Image": spec.image,
         "Entrypoint": [AGENT_PATH],
-        "Cmd": ["--own-network"] if joins else [],
+        "Cmd": [*(["--own-network"] if joins else ()), *(["--root-capabilities"] if spec.capabilities == "root" else ())],
         "User": "0:0",
         "WorkingDir": "/",
         "Env": [f"{key}={value}" for key, value in defaults.items()],

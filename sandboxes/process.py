@@ -277,5 +277,7 @@ def _checked(spec: SandboxSpec, name: str) -> None:
         raise SandboxSpecError(f"network {spec.network!r}: process sandboxes offer 'none' only")
     if spec.runtime != "default":
         raise SandboxSpecError(f"runtime {spec.runtime!r}: process sandboxes offer 'default' only")
+    if spec.capabilities != "none":
+        raise SandboxSpecError(f"capabilities {spec.capabilities!r}: process sandboxes offer 'none' only")
     if spec.user not in _ROOT_USER:
         raise SandboxSpecError(f"user {spec.user!r}: process sandboxes have one user, root")

@@ -6,6 +6,7 @@
 #include <linux/capability.h>
 #include <net/if.h>
 #include <sched.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +21,7 @@
 
 enum { LAST_CAPABILITY = 63, EXIT_HARDEN = 71 };
 
-/* Kept, so that calls may have users, kills reach every process, and files can be put anywhere. */
+/* The agent's own, so that calls may have users, kills reach every process, and files can be put anywhere. */
 #define KEPT (1ull << CAP_SETUID | 1ull << CAP_SETGID | 1ull << CAP_KILL | 1ull << CAP_CHOWN | 1ull << CAP_DAC_OVERRIDE | 1ull << CAP_FOWNER)
 
 static _Noreturn void fail(const char *step) {
@@ -79,13 +80,16 @@ static uint64_t get_capabilities(void) {
     return data[0].permitted | (uint64_t)data[1].permitted << 32;
 }
 
+static bool root_keeps;
+
 static void drop_bounding_set(int strict) {
     for (unsigned long capability = 0; capability <= LAST_CAPABILITY; capability++)
-        if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 && errno != EINVAL && strict)
+        if (!(root_keeps && KEPT >> capability & 1) && prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 && errno != EINVAL && strict)
             fail("drop the bounding set (CAP_SETPCAP)");
 }
 
-uint32_t harden_self(int strict) {
+uint32_t harden_self(int strict, bool leave_root) {
+    root_keeps = leave_root;
     drop_bounding_set(strict);
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
     if (set_capabilities(get_capabilities() & KEPT) != 0)
@@ -101,4 +105,4 @@ uint32_t harden_self(int strict) {
     return 0;
 }
 
-int harden_child(void) { return set_capabilities(0); }
+int harden_child(void) { return root_keeps && geteuid() == 0 ? 0 : set_capabilities(0); }

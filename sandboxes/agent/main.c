@@ -30,7 +30,7 @@ enum { EXIT_USAGE = 64, LAST_SIGNAL = 64, STOP_US = 2000000 };
 extern char **environ;
 
 struct options {
-    bool own_network, pause, version;
+    bool own_network, root_capabilities, pause, version;
     int listen_fd, oom_fd;
 };
 
@@ -51,6 +51,8 @@ static struct options parse_options(char **arguments) {
     for (; *arguments != NULL; arguments++) {
         if (strcmp(*arguments, "--own-network") == 0)
             options.own_network = true;
+        else if (strcmp(*arguments, "--root-capabilities") == 0)
+            options.root_capabilities = true;
         else if (strcmp(*arguments, "--pause") == 0)
             options.pause = true;
         else if (strcmp(*arguments, "--version") == 0)
@@ -61,7 +63,7 @@ static struct options parse_options(char **arguments) {
             options.oom_fd = fd_argument(arguments++);
         else {
             fprintf(stderr, "rollway agent: no such option: %s\n"
-                            "usage: agent [--own-network] [--listen FD] [--oom FD] | --pause | --version\n", *arguments);
+                            "usage: agent [--own-network] [--root-capabilities] [--listen FD] [--oom FD] | --pause | --version\n", *arguments);
             exit(EXIT_USAGE);
         }
     }
@@ -156,7 +158,7 @@ int main(int argc, char **argv) {
     umask(022);
     if (options.own_network)
         harden_network();
-    uint32_t features = harden_self(options.own_network) | FEATURE_DISK_WATCH;
+    uint32_t features = harden_self(options.own_network, options.root_capabilities) | FEATURE_DISK_WATCH;
     features |= options.own_network ? FEATURE_OWN_NETWORK : 0;
     features |= getpid() == 1 ? FEATURE_FIRST_PROCESS : 0;
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "server.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -131,8 +132,19 @@ static void run(struct link *link, const struct frame *frame) {
     message_done();
 }
 
-/* Makes a directory and those above it; the last one, where it is new, belongs to the user. */
-static int make_directory(char *path, const struct user *user) {
+static bool is_empty(const char *path) {
+    DIR *directory = opendir(path);
+    struct dirent *entry;
+    if (directory == NULL)
+        return false;
+    while ((entry = readdir(directory)) != NULL && (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0))
+        continue;
+    closedir(directory);
+    return entry == NULL;
+}
+
+/* Makes a directory and those above it. The last one belongs to the user where it is new, or still empty and root's: a mount, or the image's. */
+static int make_workdir(char *path, const struct user *user) {
     struct stat about;
     for (char *slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
         *slash = '\0';
@@ -142,6 +154,8 @@ static int make_directory(char *path, const struct user *user) {
     if (mkdir(path, 0755) == 0)
         return chown(path, user->uid, user->gid);
     int reason = errno;
+    if (lstat(path, &about) == 0 && S_ISDIR(about.st_mode) && about.st_uid == 0 && user->uid != 0 && is_empty(path))
+        return chown(path, user->uid, user->gid);
     if (stat(path, &about) == 0 && S_ISDIR(about.st_mode))
         return 0;
     errno = reason;
@@ -168,7 +182,7 @@ static void configure_with(struct link *link, const struct frame *frame, const s
     static struct user user;
     if (!user_find(&user, request->user))
         answer_error(link, frame, ERROR_NO_USER, request->user);
-    else if (*request->workdir != '\0' && (*request->workdir != '/' || make_directory(request->workdir, &user) != 0))
+    else if (*request->workdir != '\0' && (*request->workdir != '/' || make_workdir(request->workdir, &user) != 0))
         answer_error(link, frame, ERROR_BAD_REQUEST, *request->workdir == '/' ? strerror(errno) : "the workdir is not absolute");
     else if (!start_watch(request))
         answer_error(link, frame, ERROR_NO_PROCESS, strerror(errno));

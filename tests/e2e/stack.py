@@ -186,3 +186,11 @@ async def running(
         await end(gateway)
         if generator is not None:
             await end(generator)
+        await clean_up(env)
+
+
+async def clean_up(env: dict[str, str]) -> None:
+    """Remove what workers that were killed left: no sweep of their deployment comes any more."""
+    argv = ("-m", "workers.inventory", "cleanup", "--all", "--keep-shared", "--yes", "--json")
+    cleaning = await asyncio.create_subprocess_exec(sys.executable, *argv, env=os.environ | env, stdout=asyncio.subprocess.DEVNULL)
+    assert await cleaning.wait() == 0

@@ -155,6 +155,7 @@ class SandboxFields(Wire):
     workdir: AbsolutePath = "/work"
     network: Annotated[Literal["none", "open"], BeforeValidator(_network)] = "none"
     user: User | None = None
+    capabilities: Literal["none", "root"] = "none"
     cpus: float = Field(default=1.0, gt=0, le=64)
     memory_mib: int = Field(default=512, ge=16, le=262_144)
     pids: int = Field(default=256, ge=8, le=32_768)

@@ -78,6 +78,7 @@ def sandbox_spec(task: TaskSpec, *, labels: Mapping[str, str], start_s: float) -
         workdir=fields.workdir,
         network=fields.network,
         user=fields.user,
+        capabilities=fields.capabilities,
         cpus=fields.cpus,
         memory_mib=fields.memory_mib,
         pids=fields.pids,

@@ -1,6 +1,6 @@
 """What a tool call, a file, a start and an idle sandbox cost: ours beside the bare agent, docker-py and aiodocker, in one run.
 
-usage: .venv/bin/python -m tests.bench.sandboxes [--quick] [--idle N] [--large N] [--rounds N] [--json FILE]
+usage: .venv/bin/python -m tests.bench.sandbox_plane [--quick] [--idle N] [--large N] [--rounds N] [--json FILE]
 
 Needs root, a local engine with the image rollway-sandbox:1, and musl-gcc. The variants of every row are shuffled and take turns, round by
 round. With n sandboxes, n loops have one call in flight each: past the cores, times are queueing, so read calls/s there. CPU per 1,000

@@ -21,10 +21,11 @@
 
 enum {
     LOOK_MS = 200,       /* between looks at the free space while active */
-    PERIOD_MS = 1000,    /* between walks, at least, where space goes */
-    LONGEST_MS = 30000,  /* and at most, though no space goes: another may free what this one takes */
+    PERIOD_MS = 1000,    /* between walks, at least, while much is written */
+    LONGEST_MS = 120000, /* and at most, though nothing seems to be written */
     SHARE = 30,          /* a walk takes at most a thirtieth of the time */
     HURRIED_SHARE = 10,  /* or a tenth, when the disk fills */
+    INODE_BYTES = 256,   /* the least that making a file writes */
     STACK = 65536,
     UNLINKED = 1024,     /* unlinked files told apart; past it one held open twice counts twice */
     WHOLE = 1 << 20,     /* one inode, in the parts that its links share */
@@ -33,10 +34,6 @@ enum {
 struct used {
     uint64_t bytes, inode_parts;
     int too_deep;
-};
-
-struct space {
-    uint64_t bytes, inodes;
 };
 
 static atomic_uint_fast64_t limit_bytes, limit_inodes, used_bytes, used_inodes;
@@ -129,24 +126,51 @@ static uint64_t now_ms(clockid_t clock) {
     return (uint64_t)time.tv_sec * 1000 + (uint64_t)time.tv_nsec / 1000000;
 }
 
-static struct space free_space(void) {
+static uint64_t free_bytes(void) {
     struct statvfs status;
-    struct space space = {0, 0};
-    if (statvfs("/", &status) == 0) {
-        space.bytes = (uint64_t)status.f_bfree * status.f_frsize;
-        space.inodes = status.f_ffree;
-    }
-    return space;
+    return statvfs("/", &status) == 0 ? (uint64_t)status.f_bfree * status.f_frsize : 0;
+}
+
+static uint64_t number_behind(const char *text, const char *name) {
+    const char *found = strstr(text, name);
+    return found != NULL ? strtoull(found + strlen(name), NULL, 10) : 0;
+}
+
+/* What the process `pid` and all it has reaped wrote to storage; /proc shows it to who has the process's own ids. */
+static uint64_t written_by(int proc, const char *pid) {
+    struct stat status;
+    char name[32], text[512];
+    if (strlen(pid) > 16 || fstatat(proc, pid, &status, 0) != 0) return 0;
+    snprintf(name, sizeof name, "%s/io", pid);
+    setfsgid(status.st_gid);
+    setfsuid(status.st_uid);
+    int fd = openat(proc, name, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd >= 0 ? read(fd, text, sizeof text - 1) : -1;
+    if (fd >= 0) close(fd);
+    setfsuid(geteuid());
+    setfsgid(getegid());
+    if (length <= 0) return 0;
+    text[length] = '\0';
+    return number_behind(text, "\nwrite_bytes: ");
+}
+
+/* What the sandbox ever wrote, memory file systems left out: who ended counts with who reaped it, in the end with the agent. */
+static uint64_t written(void) {
+    uint64_t sum = 0;
+    int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (proc < 0) return 0;
+    walk_begin(&walk, proc, 1);
+    const char *name;
+    while ((name = walk_next(&walk)) != NULL)
+        if (name[0] >= '1' && name[0] <= '9') sum += written_by(proc, name);
+    walk_end(&walk);
+    return sum;
 }
 
 static int exceeds(uint64_t used, uint64_t limit) { return limit > 0 && used > limit; }
 
-/* Which part of what was left to the limit at the last walk went since then, whoever took it, in eighths; past the limit, of it all. */
-static uint64_t fell(uint64_t before, uint64_t now, uint64_t used, uint64_t limit) {
-    if (limit == 0 || before <= now) return 0;
-    uint64_t eighth = (limit > used ? limit - used : limit) / 8;
-    return eighth > 0 ? (before - now) / eighth : 8;
-}
+/* What is left to a limit; past it, all of it. */
+static uint64_t left_to(uint64_t used, uint64_t limit) { return limit > used ? limit - used : limit; }
 
 /* Publishes what a walk found: whether that trips. */
 static int judge(const struct used *used) {
@@ -167,22 +191,23 @@ static void walk_once(void) {
 
 struct schedule {
     uint64_t walked_ms, cost_ms; /* when the last walk ended and what it cost of the CPU */
-    struct space space;          /* before it */
+    uint64_t written, most_free; /* in bytes: before it; and the most that was free since */
 };
 
-/* A walk costs what the files of the image are many, so while no space goes there is one only now and then: most calls write little. */
-static int is_due(const struct schedule *last, const struct space *space) {
-    uint64_t since = now_ms(CLOCK_MONOTONIC) - last->walked_ms;
-    uint64_t period = last->cost_ms * SHARE;
+/* A walk costs what the files of the image are many, and most calls write little: there is one when the sandbox wrote what could be an
+ * eighth of what is left to its limits. A process may hide what it writes, so the disk as a whole is looked at too, and now and then there
+ * is a walk for nothing. */
+static int is_due(struct schedule *last) {
+    uint64_t since = now_ms(CLOCK_MONOTONIC) - last->walked_ms, period = last->cost_ms * SHARE, now_free = free_bytes();
+    uint64_t left = left_to(used_bytes, limit_bytes), eighth = left / 8, wrote = written() - last->written;
+    if (limit_inodes > 0 && left_to(used_inodes, limit_inodes) / 8 * INODE_BYTES < eighth)
+        eighth = left_to(used_inodes, limit_inodes) / 8 * INODE_BYTES;
     if (period < PERIOD_MS) period = PERIOD_MS;
     if (period > LONGEST_MS) period = LONGEST_MS;
+    if (now_free > last->most_free) last->most_free = now_free;
     if (since >= LONGEST_MS) return 1;
-    if (since < last->cost_ms * HURRIED_SHARE) return 0;
-    uint64_t bytes = fell(last->space.bytes, space->bytes, used_bytes, limit_bytes);
-    uint64_t inodes = fell(last->space.inodes, space->inodes, used_inodes, limit_inodes);
-    if (bytes >= 4 || inodes >= 4) return 1;
-    if (since < period) return 0;
-    return bytes >= 1 || inodes >= 1 || (active && (exceeds(used_bytes, limit_bytes) || exceeds(used_inodes, limit_inodes)));
+    if (since < (wrote > left / 2 ? last->cost_ms * HURRIED_SHARE : period)) return 0;
+    return wrote > eighth || last->most_free - now_free > 2 * left || exceeds(used_bytes, limit_bytes) || exceeds(used_inodes, limit_inodes);
 }
 
 /* Until something is active. The flag is set before `active` is looked at, so no waking is missed. */
@@ -194,18 +219,18 @@ static void park(void) {
 }
 
 static void *watch(void *unused) {
-    struct schedule last = {now_ms(CLOCK_MONOTONIC), 0, free_space()};
+    struct schedule last = {now_ms(CLOCK_MONOTONIC), 0, written(), free_bytes()};
     (void)unused;
     for (;;) {
         if (!active) park();
         poll(NULL, 0, LOOK_MS);
-        struct space space = free_space();
-        if (limit_bytes == 0 || !is_due(&last, &space)) continue;
+        if (limit_bytes == 0 || !is_due(&last)) continue;
         uint64_t began_ms = now_ms(CLOCK_THREAD_CPUTIME_ID);
+        last.written = written();
+        last.most_free = free_bytes();
         walk_once();
         last.walked_ms = now_ms(CLOCK_MONOTONIC);
         last.cost_ms = now_ms(CLOCK_THREAD_CPUTIME_ID) - began_ms;
-        last.space = space;
     }
     return NULL;
 }

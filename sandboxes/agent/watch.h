@@ -9,9 +9,8 @@
  * or with directories deeper than WATCH_DEPTH, it trips at every walk.
  *
  * One thread, made by watch_configure and never by a later call (a fork bomb leaves no room for one then). It never allocates, and
- * sleeps for good while nothing is active. It looks at the free space of the disk, and walks when an eighth of what was left to the limits
- * went, whoever took it: a second after the last walk, later where a walk is dear, sooner where the disk fills fast. Where none goes it
- * walks every half minute, since another sandbox may free what this one takes. */
+ * sleeps for good while nothing is active. It walks when the sandbox's processes wrote what could be an eighth of what is left to the
+ * limits: a second after the last walk, later where a walk is dear, sooner where the disk fills fast. */
 #ifndef ROLLWAY_WATCH_H
 #define ROLLWAY_WATCH_H
 

@@ -47,6 +47,7 @@ class Box:
 class Inventory:
     """The backends that answer here, and what is in them."""
 
+    deployment_id: str
     backends: dict[str, SandboxBackend]
     boxes: list[Box]
 
@@ -56,11 +57,13 @@ async def look(settings: Settings, stack: AsyncExitStack, *, ask_store: bool) ->
 
     Raises:
         RollwayError: the store is away; without ROLLWAY_DEPLOYMENT_ID it is needed in any case.
-        SandboxError: a backend does not answer any more.
+        SandboxError: no backend answers here, or one does not any more.
     """
     store = await stack.enter_async_context(open_store(settings)) if ask_store or not settings.deployment_id else None
     deployment_id = settings.deployment_id or (await store.deployment_id() if store else "")
     backends = (await open_backends(settings, deployment_id, stack)).offered
+    if not backends:
+        raise SandboxError("no sandbox backend answers here, so what there is cannot be told")
     found = [(backend.name, info) for backend in backends.values() for info in await backend.list()]
     owners = None
     if store is not None:
@@ -73,7 +76,7 @@ async def look(settings: Settings, stack: AsyncExitStack, *, ask_store: bool) ->
         boxes.append(
             Box(backend=backend, name=info.name, kind=owner.kind, owner=owner.name, age_s=info.age_s, alive=info.alive, state=state)
         )
-    return Inventory(backends=backends, boxes=boxes)
+    return Inventory(deployment_id=deployment_id, backends=backends, boxes=boxes)
 
 
 async def remove(inventory: Inventory, doomed: Sequence[Box]) -> list[Box]:
@@ -94,10 +97,13 @@ async def remove_shared(inventory: Inventory) -> None:
             await backend.remove_shared()
 
 
-def show(boxes: Sequence[Box], *, as_json: bool) -> None:
-    """On stdout: one JSON object a line, or a table."""
+def show(boxes: Sequence[Box], *, as_json: bool, none: str = "") -> None:
+    """On stdout: one JSON object a line, or a table. `none`: what is said to a person where there are no boxes."""
     if as_json:
         sys.stdout.write("".join(orjson.dumps(asdict(box)).decode() + "\n" for box in boxes))
+        return
+    if not boxes:
+        sys.stdout.write(f"{none}\n")
         return
     table = Table("backend", "name", "owner", "age", "alive", "state")
     for box in boxes:
@@ -116,7 +122,8 @@ def confirmed(count: int) -> bool:
 
 async def ls(settings: Settings, options: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
-        show((await look(settings, stack, ask_store=True)).boxes, as_json=options.json)
+        inventory = await look(settings, stack, ask_store=True)
+        show(inventory.boxes, as_json=options.json, none=f"no sandboxes of deployment {inventory.deployment_id}")
     return 0
 
 
@@ -131,7 +138,7 @@ async def cleanup(settings: Settings, options: argparse.Namespace) -> int:
         gone = await remove(inventory, doomed)
         if options.all and not options.keep_shared:
             await remove_shared(inventory)
-        show(gone, as_json=options.json)
+        show(gone, as_json=options.json, none=f"nothing of deployment {inventory.deployment_id} was removed")
     return 0 if len(gone) == len(doomed) else 1
 
 

@@ -90,3 +90,10 @@ async def test_cleanup_asks_and_removes_what_nobody_owns(place: Place) -> None:
     code, removed, _ = await place.run(sys.executable, *everything)
     assert (code, {box["name"] for box in removed}) == (0, place.live)
     assert await place.names() == set()
+
+
+async def test_without_a_backend_nothing_is_said_to_be_gone(place: Place, tmp_path: Path) -> None:
+    place.env["ROLLWAY_DOCKER_HOST"] = f"unix://{tmp_path}/nobody.sock"
+    for command in (("ls",), ("cleanup", "--all", "--yes")):
+        code, _, said = await place.rollway(*command)
+        assert (code, "no sandbox backend answers" in said) == (1, True)

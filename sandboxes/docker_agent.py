@@ -15,7 +15,7 @@ from typing import Any
 
 from sandboxes import agent_binary
 from sandboxes.base import SandboxError
-from sandboxes.docker_config import AGENT_DIRECTORY, AGENT_PATH, HOSTNAME
+from sandboxes.docker_config import AGENT_DIRECTORY, AGENT_PATH, HOSTNAME, OWNER_LABEL
 from sandboxes.docker_engine import Engine, EngineError
 
 logger = logging.getLogger(__name__)
@@ -79,16 +79,23 @@ class EngineAgent:
         self._ready = False
 
     async def remove_shared(self) -> None:
-        """Remove them, of every version, as far as no sandbox uses them."""
+        """Remove them, of every version, as far as no sandbox of any deployment has that version's agent."""
         self._ready = False
-        label = {"filters": json.dumps({"label": [LABEL]})}
-        for each in await self._engine.call("list containers", "GET", "containers/json", params={**label, "all": "1"}):
-            if each["Names"] and each["Names"][0].startswith((f"/{_PAUSE_NAME}-", f"/{PROBE_NAME}-")):
+        used = {mount.get("Name") for each in await self._containers(OWNER_LABEL) for mount in each["Mounts"]}
+        for each in await self._containers(LABEL):
+            ours = each["Names"] and each["Names"][0].startswith((f"/{_PAUSE_NAME}-", f"/{PROBE_NAME}-"))
+            if ours and f"{_NAME}-{each['Labels'][LABEL]}" not in used:
                 await self._removed(f"containers/{each['Id']}", force="1")
+        label = {"filters": json.dumps({"label": [LABEL]})}
         for each in (await self._engine.call("list volumes", "GET", "volumes", params=label))["Volumes"] or ():
             await self._removed(f"volumes/{each['Name']}")
         for each in await self._engine.call("list images", "GET", "images/json", params=label):
             await self._removed(f"images/{each['Id']}", force="1")
+
+    async def _containers(self, label: str) -> Any:
+        """Every container that carries it, of whichever deployment."""
+        params = {"all": "1", "filters": json.dumps({"label": [label]})}
+        return await self._engine.call("list containers", "GET", "containers/json", params=params)
 
     async def _removed(self, path: str, **params: str) -> None:
         try:

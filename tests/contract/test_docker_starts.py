@@ -87,9 +87,12 @@ async def test_workers_that_start_at_once_make_the_shared_parts_once(backend: Do
 
 async def test_shared_parts_in_use_stay(backend: DockerBackend) -> None:
     sandbox = await backend.create(spec(), name=named())
-    await backend.remove_shared()
+    async with DockerBackend(deployment_id="test-operator", docker_host=docker_host()) as operator:
+        await operator.remove_shared()
     assert (await bash(sandbox, "echo well")).stdout == b"well\n"
+    retried = backend.limits.counts.retried
     other = await backend.create(spec(), name=named())
+    assert backend.limits.counts.retried == retried, "another deployment's clean-up costs a start nothing"
     await asyncio.gather(sandbox.destroy(), other.destroy())
 
 

@@ -85,7 +85,7 @@ class Attachment:
     def cut(self, reason: str) -> None:
         """Let go of the connection."""
         if self.link is not None:
-            logger.info("the connection to %s ended: %s", self._line.id, reason)
+            logger.debug("the connection to %s ended: %s", self._line.id, reason)
             self.link.close()
             self.link = None
 
@@ -105,6 +105,7 @@ class Attachment:
     async def _recovering(self) -> None:
         try:
             await self._recover()
+            logger.info("connected to %s again", self._line.id)
         except (SandboxLostError, SandboxFencedError) as error:
             self.end(error)
         except SandboxError as error:

@@ -189,11 +189,16 @@ async def test_an_unknown_image_fails_the_group_with_its_name_and_the_cure(stack
     assert "docker pull" in group["reason"]
 
 
-async def test_a_failing_setup_is_the_tasks_fault(stack: Stack) -> None:
-    job_id = await stack.job("setup", group_size=1)
-    (group_id,) = await stack.submit(job_id, task("state", sandbox={"backend": "docker", "setup": ["echo no compiler >&2; exit 3"]}))
+async def test_case_037_a_failing_setup_is_the_tasks_fault_and_leaves_nothing(stack: Stack) -> None:
+    job_id = await stack.job("setup", group_size=4)
+    (group_id,) = await stack.submit(job_id, task("state", sandbox={"backend": "docker", "setup": ["echo no compiler >&2; exit 1"]}))
     group = await stack.group(group_id, "failed")
     assert "no compiler" in group["reason"]
+    failed = (await stack.api.get(f"/v1/jobs/{job_id}")).json()["counts"]["failed"]
+    assert sum(failed.values()) == 1, "once, and never as reward 0"
+    async with asyncio.timeout(20):
+        while await containers(stack, group_id):
+            await asyncio.sleep(0.2)
 
 
 async def test_a_sandbox_outlives_what_a_model_breaks_in_it(stack: Stack) -> None:

@@ -288,11 +288,13 @@ class SandboxBackend(Protocol):
         """
         ...
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> Sandbox:
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> Sandbox:
         """Find a live sandbox again from any process. The attacher before is ended.
 
+        name: what it must be called: one of another name is somebody else's, and is left in peace.
+
         Raises:
-            SandboxLostError: it is gone, or it is not the boot that `boot_id` names.
+            SandboxLostError: it is gone, is called otherwise, or is not the boot that `boot_id` names.
             SandboxFencedError: the holder of a later lease is attached.
         """
         ...

@@ -218,12 +218,14 @@ class DockerBackend:
                 if sandbox is not None:
                     await sandbox.detach()
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
         found = await self._containers.find(sandbox_id)
         if found is None:
             raise SandboxLostError(f"sandbox {sandbox_id} is gone")
         if not self._containers.is_ours(found):
             raise SandboxLostError(f"container {sandbox_id} is not a sandbox of deployment {self._deployment_id}")
+        if name not in (None, found["Name"].removeprefix("/")):  # asked before its agent is, which would fence its holder
+            raise SandboxLostError(f"container {sandbox_id} is {found['Name'].removeprefix('/')}, not {name}")
         if not found["State"]["Running"]:
             raise SandboxLostError(f"sandbox {sandbox_id} is {found['State']['Status']}")
         return await self._attached(self._containers.line(found["Id"]), fence=fence, boot_id=boot_id)

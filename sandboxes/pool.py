@@ -309,8 +309,8 @@ class SandboxPool:
 
     # ------------------------------------------------------------------------------------------------- the rest of the contract
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> Sandbox:
-        return await self._backend.attach(sandbox_id, fence=fence, boot_id=boot_id)
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> Sandbox:
+        return await self._backend.attach(sandbox_id, name=name, fence=fence, boot_id=boot_id)
 
     async def restore(self, snapshot: str, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:
         return await self._backend.restore(snapshot, spec, name=name, fence=fence)

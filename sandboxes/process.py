@@ -210,10 +210,12 @@ class ProcessBackend:
                 raise SandboxError(f"the first process did not begin within {_BEGIN_S:g} s: {process_box.last_words(directory)}")
             await asyncio.sleep(_PAUSE_S)
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
         found = process_box.find(self._root, sandbox_id)
         if found is None or process_box.first_process(found[0]) is None:
             raise SandboxLostError(f"sandbox {sandbox_id} is gone")
+        if name not in (None, found[0].name):  # asked before its agent is, which would fence its holder
+            raise SandboxLostError(f"sandbox {sandbox_id} is {found[0].name}, not {name}")
         return await self._attached(sandbox_id, fence=fence, boot_id=boot_id)
 
     async def restore(self, snapshot: str, spec: SandboxSpec, *, name: str, fence: int = 0) -> Sandbox:

@@ -18,6 +18,7 @@
   + VerifierUnavailableError  a reward service is away or answers nonsense: infrastructure
   + TaskFaultError            the task itself is broken (its setup or verifier): the group fails with this reason
   + MisalignedTokensError     a bug of ours or a lying engine; never exported
+  + JournalError              a journal that this process cannot read: the attempt begins anew, nothing is guessed
   + StoreRefusedError         this Redis would lose data: refused at start, with the cure
   + PortRefusedError          nothing can listen there: refused at start, with the cure
 """
@@ -130,6 +131,10 @@ class TaskFaultError(RollwayError):
 
 class MisalignedTokensError(RollwayError):
     """Ids, log-probabilities, versions and mask do not belong together."""
+
+
+class JournalError(RollwayError):
+    """A journal of a version that this process does not know, or one that no worker wrote like this."""
 
 
 class StoreRefusedError(RollwayError):

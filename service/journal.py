@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from service.errors import JournalError
 from service.records import FinishReason, Generation, StopReason
 
 WIRE_VERSION = 1
-"""Written in `Opened`; a reader refuses a journal of a version it does not know."""
+"""Written in `Opened`; a reader refuses a journal of a version it does not know (service/replay.py)."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag_field="t"):
@@ -163,8 +164,11 @@ def encode(entry: AnyEntry) -> bytes:
 
 
 def decode(data: bytes) -> AnyEntry:
-    """Raises msgspec.DecodeError on bytes that no version of ours wrote."""
-    return _decoder.decode(data)
+    """Raises JournalError on bytes that no version of ours wrote."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise JournalError(f"an entry cannot be decoded ({error})") from error
 
 
 def pack_ids(ids: "Sequence[int] | array[int]") -> bytes:
@@ -249,9 +253,7 @@ class Progress:
         """Move by one journaled step."""
         self.length += 1
         match entry:
-            case Opened(attempt=attempt, queued_s=queued_s, version=version):
-                if version > WIRE_VERSION:
-                    raise ValueError(f"journal of wire version {version}; this process knows up to {WIRE_VERSION}: upgrade it")
+            case Opened(attempt=attempt, queued_s=queued_s):
                 self.attempt, self.queued_s = attempt, queued_s
             case Prompted(token_ids=data):
                 self.ids = array("i", data)

@@ -85,7 +85,7 @@ class AttemptSandbox:
                 raise RestartError("sandbox: opened by an older version, whose calls have no ids", retry=True, counts=False)
             return
         try:
-            self.live = await self._backend.attach(progress.sandbox_id, fence=self._fence, boot_id=progress.boot_id)
+            self.live = await self._backend.attach(progress.sandbox_id, name=self.name, fence=self._fence, boot_id=progress.boot_id)
         except SandboxError as error:
             end = because(error, what="lost with its worker")
             if needed:

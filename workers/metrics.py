@@ -24,7 +24,7 @@ generate_seconds = Histogram("rollway_generate_seconds", "Wall time of one gener
 tool_seconds = Histogram("rollway_tool_seconds", "Wall time of one tool call", buckets=_SECONDS)
 sandbox_seconds = Histogram("rollway_sandbox_start_seconds", "Wall time from the create call to readiness", buckets=_SECONDS)
 
-_CLASSES = ("generator", "sandbox", "verifier", "task", "misaligned tokens", "internal")
+_CLASSES = ("generator", "sandbox", "verifier", "task", "journal", "misaligned tokens", "internal")
 
 
 def reason_class(reason: str) -> str:

@@ -19,6 +19,7 @@ from service import journal
 from service.errors import (
     GeneratorError,
     InvalidError,
+    JournalError,
     LeaseLostError,
     MisalignedTokensError,
     NotFoundError,
@@ -29,6 +30,7 @@ from service.errors import (
 from service.journal import AnyEntry, Progress
 from service.leases import Ended, Lease
 from service.records import FinishReason, Generation, StopReason, TaskSpec
+from service.replay import replayed
 from workers import metrics
 from workers.attempt_sandbox import AttemptSandbox
 from workers.encoding import off_loop
@@ -116,6 +118,8 @@ class Rollout:
             await self._restart(end)
         except TaskFaultError as error:
             await self._restart(RestartError(f"task: {error}", retry=False))
+        except JournalError as error:
+            await self._restart(RestartError(f"journal: {error}", retry=True))
         except FencedError:
             metrics.fenced.inc()
             self._sandbox.keep = True
@@ -134,7 +138,7 @@ class Rollout:
 
     async def _resume(self) -> None:
         entries = await self._resources.leases.journal(self._lease.rollout_id) if self._lease.resumed else []
-        self._progress = Progress(entries)
+        self._progress = replayed(entries)
         if not entries:
             lease, worker = self._lease, self._resources.worker
             self._record(journal.Opened(at=time.time(), attempt=lease.attempt, worker=worker, queued_s=lease.queued_s))

@@ -66,7 +66,7 @@ class InstantBackend(SandboxBackend):
     async def create(self, spec: SandboxSpec, *, name: str, fence: int = 0) -> InstantSandbox:
         return InstantSandbox()
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> InstantSandbox:
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> InstantSandbox:
         return InstantSandbox()
 
     async def images(self) -> frozenset[str]:

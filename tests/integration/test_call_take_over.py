@@ -13,7 +13,8 @@ import pytest
 from pydantic import SecretStr
 
 from sandboxes.base import Sandbox, SandboxBackend, SandboxFencedError
-from service.journal import AnyEntry, Call, Observed, Opened, Prompted, Replied, SandboxOpened, pack_ids
+from service.journal import AnyEntry, Call, Observed, Opened, Prompted, Replied, SandboxOpened, encode, pack_ids
+from service.keys import JobKeys
 from service.leases import Lease
 from service.records import Limits, Message, SandboxFields, TaskSpec
 from service.settings import Settings
@@ -182,3 +183,19 @@ async def test_the_worker_before_can_do_nothing_any_more(scene: Scene) -> None:
             await scene.first.attach(dead.sandbox.id, fence=int(dead.lease.fence) - 1)
         again = await scene.first.attach(dead.sandbox.id, fence=int(dead.lease.fence))
         assert await lines(again) == b"x\n"
+
+
+async def test_a_journal_that_names_somebody_elses_sandbox(scene: Scene) -> None:
+    """That attempt begins anew; whoever holds the sandbox is not even fenced."""
+    mine = await scene.left(bash_call(COUNTED.format(s=0)))
+    theirs = await scene.first.create(
+        sandbox_spec(mine.task, labels={}, start_s=30), name=sandbox_name(DEPLOYMENT, f"{scene.stack.job_id}-g9-r0", 1), fence=1
+    )
+    await mine.sandbox.detach()
+    opened = SandboxOpened(at=1.0, id=theirs.id, seconds=0.1, boot_id=theirs.boot_id)
+    await scene.stack.store.redis.lset(JobKeys(scene.stack.job_id).journal(mine.lease.rollout_id), 3, encode(opened))
+    await drive(mine.lease, scene.resources, Hold())
+    [failure] = (await scene.resources.groups.rollout(mine.lease.rollout_id)).failures
+    assert failure.startswith("sandbox: lost with its worker: ")
+    assert "-g9-r0-a1, not " in failure
+    assert (await bash(theirs, "cat /work/f")).stdout == b"one\n"

@@ -13,7 +13,8 @@ from pydantic import SecretStr
 from sandboxes.agent_sandbox import AgentSandbox
 from sandboxes.base import ExecResult, Sandbox, SandboxError, SandboxFencedError, SandboxLostError, SandboxSpec, SandboxStartError
 from sandboxes.docker import DockerBackend
-from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, pack_ids
+from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, encode, pack_ids
+from service.keys import JobKeys
 from service.leases import Lease
 from service.records import GroupState, Message, SandboxFields, TaskSpec
 from service.settings import Settings
@@ -98,7 +99,7 @@ class AttachingBackend(DockerBackend):
         self.sandbox = Attached(error)
         self.fences: list[int] = []
 
-    async def attach(self, sandbox_id: str, *, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
+    async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
         assert sandbox_id == "s1"
         self.fences.append(fence)
         if boot_id != self.boot_id:
@@ -195,6 +196,31 @@ async def test_in_another_life_of_its_sandbox_an_attempt_begins_anew(stack: Stac
     assert backend.sandbox.asked == []
     assert (await stack.one()).attempt == 2
     assert await stack.state(group) is GroupState.RUNNING
+    await backend.aclose()
+
+
+UNREADABLE = {
+    "undecodable": (b"\xc1\x00", "journal: an entry cannot be decoded"),
+    "cannot-follow": (encode(Replied(at=1.0, content="", calls=[])), "journal: entry 4 (replied) replies to no turn"),
+    "newer": (encode(Opened(at=1.0, attempt=1, worker="w", version=9)), "journal: entry 0 (opened) is of wire version 9"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+async def test_a_journal_that_cannot_be_read_costs_its_attempt_and_nothing_else(stack: Stack, qwen3_dir: Path, what: str) -> None:
+    await open_tool_job(stack, qwen3_dir)
+    lease = await left_in_a_call(stack, boot_id="b1")
+    entry, reason = UNREADABLE[what]
+    name = JobKeys(stack.job_id).journal(lease.rollout_id)
+    await (stack.store.redis.lset(name, 0, entry) if what == "newer" else stack.store.redis.rpush(name, entry))
+    backend = AttachingBackend()
+    async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+        await drive(lease, resources, Hold())
+    assert (backend.sandbox.asked, backend.sandbox.ended) == ([], [])
+    again = await stack.one()
+    assert (again.attempt, again.resumed) == (2, False)
+    [failure] = (await stack.groups.rollout(lease.rollout_id)).failures
+    assert failure.startswith(reason)
     await backend.aclose()
 
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,14 @@ MAX_CONNECTIONS = 10_000
 
 COMBINE = 256
 """Appends sent in one go; more would only delay their replies."""
+
+FEEDING = frozenset({"append", "submit", "take"})
+"""Steps that begin or go on with work. Every other one is let through by a Redis that is full: they give memory back, and keep leases."""
+
+THROUGH_WHEN_FULL = "#!lua flags=allow-oom\n"
+
+MARK = f"{THROUGH_WHEN_FULL}return redis.call('SET', KEYS[1], '1', 'EX', 60)"
+"""A small write for `to_disk`, on a key of its own: nothing of a job that was deleted meanwhile comes back."""
 
 DISK_WAIT_MS = 5000
 """Longest wait for the disk. The write stands in memory by then; going on risks repeated work only, never a wrong sample."""
@@ -95,7 +103,8 @@ class Store:
 
     def _read(self, file: Path) -> Script:
         shared = "" if file.stem == "append" else (LUA / "state.lua").read_text()
-        return Script(self, file.stem, shared + file.read_text())
+        flags = "" if file.stem in FEEDING else THROUGH_WHEN_FULL
+        return Script(self, file.stem, flags + shared + file.read_text())
 
     def script(self, name: str) -> Script:
         """The step in `service/lua/<name>.lua`."""
@@ -136,7 +145,7 @@ class Store:
             return
         with unavailable():
             pipeline = self.redis.pipeline(transaction=False)
-            pipeline.set(job.synced, 1, ex=60)  # on its own key: nothing of a job that was deleted meanwhile comes back
+            pipeline.eval(MARK, 1, job.synced)
             pipeline.execute_command("WAITAOF", 1, 0, DISK_WAIT_MS)
             reached = (await pipeline.execute())[1][0]
         if reached < 1:
@@ -273,6 +282,7 @@ async def _check(store: Store, *, lossy: bool) -> None:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers < (7, 0):
         raise StoreRefusedError(f"Redis {version} is too old; use Redis 7 or newer, or Valkey")
+    await _check_cluster(store, info)
     persists = bool(info["aof_enabled"])
     findings: list[tuple[bool, Literal["maxmemory-policy", "appendonly"], str]] = [
         (info["maxmemory_policy"] == "noeviction", "maxmemory-policy", "noeviction"),
@@ -286,3 +296,15 @@ async def _check(store: Store, *, lossy: bool) -> None:
             raise StoreRefusedError(f"{message}; ROLLWAY_ALLOW_LOSSY_REDIS=true starts all the same")
         logger.warning("%s; going on because ROLLWAY_ALLOW_LOSSY_REDIS is set", message)
     store._waits_for_disk = persists and numbers >= (7, 2)
+
+
+async def _check_cluster(store: Store, info: Mapping[str, Any]) -> None:
+    """Every step runs on a cluster's node, but a job whose slot lies on another node would never be found."""
+    if not info.get("cluster_enabled"):
+        return
+    nodes = int((await store.redis.cluster("INFO"))["cluster_size"])
+    if nodes > 1:
+        raise StoreRefusedError(
+            f"this is one of {nodes} nodes of a Redis Cluster, and Rollway does not follow slots from node to node: "
+            "name a Redis that holds them all, or a proxy that speaks for the cluster"
+        )

@@ -152,9 +152,10 @@ class Worker:
     async def _renew(self, job_id: str, helds: list[Held]) -> None:
         asked_at = asyncio.get_running_loop().time()
         try:
-            renewal = await self._resources.leases.renew(job_id, [held.lease for held in helds])
-        except (UnavailableError, NotFoundError) as error:
-            logger.warning("%d leases of %s not renewed: %s", len(helds), job_id, error)  # the old deadlines stand
+            async with asyncio.timeout(self._settings.lease_s / 3):  # a store that only stalls must not keep us past our deadlines
+                renewal = await self._resources.leases.renew(job_id, [held.lease for held in helds])
+        except (UnavailableError, NotFoundError, TimeoutError) as error:
+            logger.warning("%d leases of %s not renewed: %r", len(helds), job_id, error)  # the old deadlines stand
             return
         gone = renewal.lost | renewal.cancelled
         for held in helds:

@@ -2,7 +2,8 @@
 
 A start: the image, the shared parts of the engine (`docker_agent.py`), a container under the name that was chosen before, its attach
 stream, the agent's first answer, its configuration, files and setup. What the engine cannot promise is said: without quotas of its storage
-the agent watches what a sandbox writes (`disk_limits`); and no engine ends a container after `lifetime_s`, the sweep does.
+the agent watches what a sandbox writes (`disk_limits`); and no engine ends a container after `lifetime_s`: its owner does, or the sweep of
+what nobody owns.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ from sandboxes.docker_engine import Engine, EngineError
 from sandboxes.docker_images import Images
 from sandboxes.docker_line import DockerLine
 from sandboxes.docker_snapshots import Snapshots
+from sandboxes.ownerless import ownerless
 from sandboxes.shielding import to_the_end
 from sandboxes.starting import Budget, StartLimits, furnish
 
@@ -249,14 +251,7 @@ class DockerBackend:
     async def sweep(
         self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = (), only: frozenset[str] | None = None
     ) -> int:
-        doomed = [
-            info
-            for info in await self.list()
-            if info.age_s >= older_than_s
-            and info.name not in keep
-            and not info.name.startswith(keep_prefixes)
-            and (only is None or info.name in only)
-        ]
+        doomed = ownerless(await self.list(), keep=keep, older_than_s=older_than_s, keep_prefixes=keep_prefixes, only=only)
         results = await asyncio.gather(*(self._swept(info) for info in doomed))
         await self._snapshots.sweep()
         return sum(results)
@@ -270,6 +265,10 @@ class DockerBackend:
             return False
         logger.info("sweep removed %s, %.0f s old", info.name, info.age_s)
         return True
+
+    async def remove_snapshots(self) -> None:
+        """Remove every snapshot of this deployment, whenever its time ends; one that is in use stays, for the sweep."""
+        await self._snapshots.sweep(past_only=False)
 
     async def remove_shared(self) -> None:
         """Remove what all deployments share on this engine, as far as no sandbox uses it: it is made again at the next start."""

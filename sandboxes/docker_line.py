@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from sandboxes.docker_attach import AttachStream, attach
 from sandboxes.docker_engine import Engine, EngineError
@@ -65,25 +66,26 @@ class DockerLine:
 
     async def exit_code(self) -> int | None:
         """Of its first process; None while it runs, or where the container is gone."""
+        state = await self._state()
+        return None if state is None or state["Running"] else int(state["ExitCode"])
+
+    async def health(self) -> Health:
+        state = await self._state()
+        if state is None:
+            return Health(present=False, alive=False, detail="no such container")
+        alive = state["Running"]  # paused too: a snapshot is being taken
+        by_itself = not alive and (state["OOMKilled"] or state["ExitCode"] not in _FROM_OUTSIDE)
+        return Health(present=True, alive=alive, by_itself=by_itself, detail=f"{state['Status']}, exit code {state['ExitCode']}")
+
+    async def _state(self) -> dict[str, Any] | None:
+        """As the engine tells it; None where the container is gone."""
         try:
             found = await self._engine.call(f"inspect {self.id[:12]}", "GET", f"containers/{self.id}/json")
         except EngineError as error:
             if error.status != 404:
                 raise
             return None
-        return None if found["State"]["Running"] else int(found["State"]["ExitCode"])
-
-    async def health(self) -> Health:
-        try:
-            found = await self._engine.call(f"inspect {self.id[:12]}", "GET", f"containers/{self.id}/json")
-        except EngineError as error:
-            if error.status != 404:
-                raise
-            return Health(present=False, alive=False, detail="no such container")
-        state = found["State"]
-        alive = state["Running"]  # paused too: a snapshot is being taken
-        by_itself = not state["Running"] and (state["OOMKilled"] or state["ExitCode"] not in _FROM_OUTSIDE)
-        return Health(present=True, alive=alive, by_itself=by_itself, detail=f"{state['Status']}, exit code {state['ExitCode']}")
+        return dict(found["State"])
 
     async def remove(self) -> None:
         """Force it away. 404 is the aim; 409 says that somebody else is at it; 5xx are tried again."""

@@ -61,8 +61,8 @@ class Snapshots:
             await self._engine.call(f"rename {reference}", "POST", f"images/{reference}/tag", params={"repo": REPOSITORY, "tag": tag})
             await self._engine.call(f"remove {reference}", "DELETE", f"images/{reference}")
 
-    async def sweep(self) -> None:
-        """Remove those past their time, and those that were forgotten."""
+    async def sweep(self, *, past_only: bool = True) -> None:
+        """Remove those past their time, and those that were forgotten; all, without `past_only`."""
         filters = json.dumps({"label": [f"{docker_config.OWNER_LABEL}={self._deployment_id}"]})
         for each in await self._engine.call("list snapshots", "GET", "images/json", params={"filters": filters}):
             expires = (each["Labels"] or {}).get(docker_config.EXPIRES_LABEL, "")
@@ -70,7 +70,7 @@ class Snapshots:
                 continue
             for reference in each["RepoTags"] or ():
                 past = time.time() >= int(expires) or reference.startswith(f"{REPOSITORY}:{_FORGOTTEN}")
-                if past and reference.startswith(f"{REPOSITORY}:"):
+                if (past or not past_only) and reference.startswith(f"{REPOSITORY}:"):
                     await self._swept(reference)
 
     async def _swept(self, reference: str) -> None:

@@ -11,6 +11,7 @@ What always holds:
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import logging
 import math
@@ -221,7 +222,8 @@ class SandboxPool:
         if shelf := self._shelves.get(wanted):
             shelf.demand.note(time.monotonic(), used_warm=used_warm)
         if self._keeper is None and self._size > 0:
-            self._keeper = asyncio.create_task(self._keep(), name=f"{self.prefix}keeper")
+            nobodys = contextvars.Context()  # what it logs is not its first caller's
+            self._keeper = asyncio.create_task(self._keep(), name=f"{self.prefix}keeper", context=nobodys)
         self._wake.set()
 
     # ------------------------------------------------------------------------------------------------------------ the keeper

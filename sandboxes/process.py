@@ -4,7 +4,8 @@ What holds: own user, mount, pid, network, ipc and uts namespaces, no capability
 unprivileged user of the machine per sandbox, system directories read-only, limits through control groups where they can be written, the
 agent's watch over its files.
 What does not: the system directories are the machine's own and can be read; the watch kills what fills the disk a moment after it did;
-there is one user, root, no image, no network and no snapshot; nothing ends a sandbox after `lifetime_s` but the sweep.
+there is one user, root, no image, no network and no snapshot; nothing ends a sandbox after `lifetime_s` but its owner, or the sweep of what
+nobody owns.
 Needs root and util-linux (unshare, setpriv, pivot_root, mount).
 """
 
@@ -35,6 +36,7 @@ from sandboxes.base import (
 )
 from sandboxes.channel import Channel
 from sandboxes.channel_attachment import Patience
+from sandboxes.ownerless import ownerless
 from sandboxes.process_box import Box
 from sandboxes.process_line import ProcessLine, discard
 from sandboxes.shielding import to_the_end
@@ -245,14 +247,7 @@ class ProcessBackend:
     async def sweep(
         self, *, keep: frozenset[str], older_than_s: float, keep_prefixes: tuple[str, ...] = (), only: frozenset[str] | None = None
     ) -> int:
-        doomed = [
-            info
-            for info in await self.list()
-            if info.age_s >= older_than_s
-            and info.name not in keep
-            and not info.name.startswith(keep_prefixes)
-            and (only is None or info.name in only)
-        ]
+        doomed = ownerless(await self.list(), keep=keep, older_than_s=older_than_s, keep_prefixes=keep_prefixes, only=only)
         for info in doomed:
             async with self.limits.removal():
                 await to_the_end(self._line(info.id).remove())

@@ -1,8 +1,8 @@
 """`python -m workers.inventory`: this deployment's sandboxes; what `rollway sandbox` runs.
 
 `ls [--json]` lists them with their owners. `cleanup [--yes] [--json]` removes what no live rollout or worker owns; with `--all`
-everything of this deployment, and what sandboxes share on the engine where nothing uses it (unless `--keep-shared`). It prints what it
-removed; its status is 1 when something stayed.
+everything of this deployment, snapshots too, and what sandboxes share on the engine where nothing uses it (unless `--keep-shared`). It
+prints what it removed; its status is 1 when something stayed.
 """
 
 import argparse
@@ -90,11 +90,13 @@ async def remove(inventory: Inventory, doomed: Sequence[Box]) -> list[Box]:
     return gone
 
 
-async def remove_shared(inventory: Inventory) -> None:
-    """What sandboxes share on an engine; what is in use stays, and what is missing is made again. Raises SandboxError."""
+async def remove_rest(inventory: Inventory, *, keep_shared: bool) -> None:
+    """The deployment's snapshots, and what all sandboxes share on an engine; what is in use stays. Raises SandboxError."""
     for backend in inventory.backends.values():
         if isinstance(backend, DockerBackend):
-            await backend.remove_shared()
+            await backend.remove_snapshots()
+            if not keep_shared:
+                await backend.remove_shared()
 
 
 def show(boxes: Sequence[Box], *, as_json: bool, none: str = "") -> None:
@@ -136,8 +138,8 @@ async def cleanup(settings: Settings, options: argparse.Namespace) -> int:
             if not await asyncio.to_thread(confirmed, len(doomed)):
                 return 1
         gone = await remove(inventory, doomed)
-        if options.all and not options.keep_shared:
-            await remove_shared(inventory)
+        if options.all:
+            await remove_rest(inventory, keep_shared=options.keep_shared)
         show(gone, as_json=options.json, none=f"nothing of deployment {inventory.deployment_id} was removed")
     return 0 if len(gone) == len(doomed) else 1
 

@@ -92,6 +92,20 @@ async def test_cleanup_asks_and_removes_what_nobody_owns(place: Place) -> None:
     assert await place.names() == set()
 
 
+async def test_cleanup_of_everything_takes_the_deployments_snapshots_and_no_others(place: Place) -> None:
+    name = sorted(place.live)[0]
+    async with DockerBackend(deployment_id=f"{DEPLOYMENT}-other", docker_host=docker_host()) as other:
+        mine = await (await place.backend.attach(name)).snapshot(ttl_s=600)
+        theirs = await (await other.create(spec(), name="snapshot-of-others")).snapshot(ttl_s=600)
+        try:
+            code, _, _ = await place.run(sys.executable, "-m", "workers.inventory", "cleanup", "--all", "--keep-shared", "--yes")
+            assert code == 0
+            assert {mine, theirs} & await other.images() == {theirs}
+        finally:
+            await other.remove_snapshots()
+            await other.sweep(keep=frozenset(), older_than_s=0)
+
+
 async def test_without_a_backend_nothing_is_said_to_be_gone(place: Place, tmp_path: Path) -> None:
     place.env["ROLLWAY_DOCKER_HOST"] = f"unix://{tmp_path}/nobody.sock"
     for command in (("ls",), ("cleanup", "--all", "--yes")):

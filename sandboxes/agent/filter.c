@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 
 #if defined(__x86_64__)
@@ -33,7 +34,10 @@ static const uint32_t refused[] = {
     SYS_clock_settime, SYS_userfaultfd, SYS_vhangup, NR_IO_URING_SETUP, NR_IO_URING_REGISTER,
 };
 
-enum { REFUSED = sizeof refused / sizeof *refused, X32_BIT = 0x40000000 };
+/* Sockets of other families know no network namespace (AF_VSOCK reaches the machine's host, and neighbours), or open much of the kernel. */
+static const uint32_t families[] = {AF_UNIX, AF_INET, AF_INET6, AF_NETLINK};
+
+enum { REFUSED = sizeof refused / sizeof *refused, FAMILIES = sizeof families / sizeof *families, X32_BIT = 0x40000000, AGENT_PID = 1 };
 
 #define NEW_NAMESPACE (CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET)
 #define ANSWER(number) (SECCOMP_RET_ERRNO | ((number) & SECCOMP_RET_DATA))
@@ -42,7 +46,7 @@ enum { REFUSED = sizeof refused / sizeof *refused, X32_BIT = 0x40000000 };
 #define RETURN(value) (struct sock_filter) BPF_STMT(BPF_RET | BPF_K, (value))
 
 int filter_install(void) {
-    struct sock_filter code[REFUSED + 16];
+    struct sock_filter code[REFUSED + FAMILIES + 24];
     unsigned short n = 0;
     code[n++] = LOAD(arch);
     code[n++] = JUMP(BPF_JEQ, OUR_ARCH, 1, 0);
@@ -54,7 +58,17 @@ int filter_install(void) {
     code[n++] = RETURN(ANSWER(ENOSYS));
     code[n++] = JUMP(BPF_JEQ, SYS_clone, 0, 3);
     code[n++] = LOAD(args[0]);
-    code[n++] = JUMP(BPF_JSET, NEW_NAMESPACE, REFUSED + 2, 0);
+    code[n++] = JUMP(BPF_JSET, NEW_NAMESPACE, REFUSED + FAMILIES + 10, 0);
+    code[n++] = RETURN(SECCOMP_RET_ALLOW);
+    code[n++] = JUMP(BPF_JEQ, SYS_prlimit64, 0, 3); /* who is root could take the agent its files, or its life, with the same user's right */
+    code[n++] = LOAD(args[0]);
+    code[n++] = JUMP(BPF_JEQ, AGENT_PID, REFUSED + FAMILIES + 6, 0);
+    code[n++] = RETURN(SECCOMP_RET_ALLOW);
+    code[n++] = JUMP(BPF_JEQ, SYS_socket, 0, FAMILIES + 3);
+    code[n++] = LOAD(args[0]);
+    for (unsigned short i = 0; i < FAMILIES; i++)
+        code[n++] = JUMP(BPF_JEQ, families[i], FAMILIES - i, 0);
+    code[n++] = RETURN(ANSWER(EAFNOSUPPORT));
     code[n++] = RETURN(SECCOMP_RET_ALLOW);
     for (unsigned short i = 0; i < REFUSED; i++)
         code[n++] = JUMP(BPF_JEQ, refused[i], REFUSED - i, 0);

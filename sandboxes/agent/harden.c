@@ -37,9 +37,10 @@ static void raise_loopback(void) {
     close(fd);
 }
 
-/* These are the pause container's own, mounted into every sandbox that starts in its namespace and writable: a channel between them. */
+/* The pause container's own, mounted into every sandbox that starts in its namespace and writable, and the volume that this program came
+ * from: read-only, but a lock on one of its files, or a watch, is seen by every sandbox. Channels between them. */
 static void leave_shared_files(void) {
-    static const char *const shared[] = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"};
+    static const char *const shared[] = {"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/.rollway"};
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
         if (umount2(shared[i], MNT_DETACH | UMOUNT_NOFOLLOW) != 0 && errno != EINVAL && errno != ENOENT)
             fail(shared[i]);

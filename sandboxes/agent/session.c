@@ -154,7 +154,7 @@ static bool write_line(struct session *session, const struct text *script) {
     snprintf(end, sizeof end, " </dev/null; { \\command printf '%%s %%d %%s.\\n' %s \"$?\" \"$-\" >%s; \\command set +xv; } 2>/dev/null; }\n",
              session->nonce, reach_target(session));
     if (session->script_fd >= 0 && store_script(session->script_fd, script))
-        return text_add(line, "{ IFS= \\command read -r -d '' __rollway_script <&251; \\command eval \"$__rollway_script\"") && text_add(line, end);
+        return text_add(line, "{ IFS= \\command read -r -d '' __rollway_script <&251 && \\command eval \"$__rollway_script\"") && text_add(line, end);
     return text_add(line, "{ \\command eval '") && text_add_quoted(line, script->bytes) && text_add(line, "'") && text_add(line, end);
 }
 

@@ -181,7 +181,10 @@ static _Noreturn void wait_for_all(pid_t command) {
     }
 }
 
+/* `read` follows links, which a user may make to what it cannot read itself: it reads with that user's rights. */
 static _Noreturn void move_files(const struct spawn *spawn, const struct user *user) {
+    if (spawn->kind == KIND_READ && (user_become(user) != 0 || harden_child() != 0))
+        report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_USER, .code = errno});
     struct files_owner owner = {.uid = user->uid, .gid = user->gid};
     sigset_t none;
     sigemptyset(&none);

@@ -1,13 +1,14 @@
 """What a command in a Docker sandbox cannot do: reach a neighbour, gain a right, touch the agent."""
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from sandboxes.base import Sandbox
+from sandboxes.base import Sandbox, SandboxContentError
 from sandboxes.docker import DockerBackend
 from tests.docker_images import changed_image
 from tests.sandbox_backends import IMAGE, bash, docker_host, has_engine, named, spec
@@ -57,6 +58,9 @@ CALLS = {
     "open_by_handle_at": (304, -100, 0, 0),
     "lookup_dcookie": (212, 0, 0, 0),
     "syslog": (103, 3, 0, 0),
+    "socket-vsock": (41, 40, 1, 0),
+    "socket-alg": (41, 38, 5, 0),
+    "limit-agent": (302, 1, 7, 0, 0),
     "x32": (0x40000000 | 39,),
 }
 """By their x86_64 numbers. `kill-agent` returns 0 for a signal that PID 1 of a namespace does not get: it is looked at apart."""
@@ -188,10 +192,32 @@ async def test_the_names_of_a_sandbox(one: Sandbox) -> None:
     assert await out(one, "python3 -c \"import socket; print(socket.gethostbyname('localhost'))\"") == "127.0.0.1\n"
 
 
-async def test_the_agent_cannot_be_changed(one: Sandbox) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def connected(backend: DockerBackend) -> Sandbox:
+    """Its agent may not mount, nor unmount: the volume that all have stays in sight."""
+    return await backend.create(spec(network="open"), name=named())
+
+
+async def test_the_agent_cannot_be_changed(connected: Sandbox) -> None:
     for script in ("echo x > /.rollway/x", "rm -f /.rollway/agent", "chmod 700 /.rollway", "mv /.rollway /moved", "cat /proc/1/environ"):
-        assert (await bash(one, script)).exit_code != 0, script
-    assert "docker.sock" not in await out(one, "cat /proc/mounts; ls /run /var/run 2>/dev/null")
+        assert (await bash(connected, script)).exit_code != 0, script
+    assert "docker.sock" not in await out(connected, "cat /proc/mounts; ls /run /var/run 2>/dev/null")
+
+
+async def test_what_all_sandboxes_mount_is_out_of_reach(one: Sandbox) -> None:
+    """Read-only as it is, a lock on it is seen by every neighbour."""
+    assert await out(one, "ls -A /.rollway; grep -c /.rollway /proc/self/mountinfo || true") == "0\n"
+
+
+async def test_a_user_reads_no_more_than_it_may(backend: DockerBackend) -> None:
+    sandbox = await backend.create(spec(user="nobody", setup=["ln -s /secret answer"]), name=named())
+    try:
+        await sandbox.exec(["sh", "-c", "echo x > /secret; chmod 600 /secret"], timeout_s=10, max_output_bytes=100, user="root")
+        with pytest.raises(SandboxContentError) as refused:
+            _ = [piece async for piece in sandbox.read_file("/work/answer")]
+        assert refused.value.errno == errno.EACCES
+    finally:
+        await sandbox.destroy()
 
 
 async def test_masked_paths_stay_masked(one: Sandbox) -> None:
@@ -214,10 +240,10 @@ async def test_the_user_is_the_images(backend: DockerBackend) -> None:
 
 async def test_an_image_cannot_bring_the_agent(backend: DockerBackend) -> None:
     """What an image holds where the agent lies is neither run nor copied to where others would run it."""
-    first = await backend.create(spec(setup=["true"]), name=named())
+    first = await backend.create(spec(network="open"), name=named())
     try:
         async with changed_image("VOLUME /.rollway", "LABEL rollway.rollout=forged rollway=other") as image:
-            sandbox = await backend.create(spec(image=image), name=named())
+            sandbox = await backend.create(spec(image=image, network="open"), name=named())
             try:
                 (info,) = [each for each in await backend.list() if each.id == sandbox.id]
                 assert "rollout" not in info.labels

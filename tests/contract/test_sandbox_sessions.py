@@ -35,6 +35,13 @@ async def test_jobs_and_open_files_last(live: Sandbox, shell: str) -> None:
     assert told.stdout == b"rc=0\none\ntwo\n"
 
 
+async def test_a_script_that_never_ran_is_no_success(live: Sandbox) -> None:
+    name = named()
+    await bash(live, "exec 251<&-", session=name)
+    told = await bash(live, "echo ran", session=name)
+    assert told.exit_code != 0 or told.stdout == b"ran\n"
+
+
 @both_shells
 async def test_outputs_are_apart_and_exact(live: Sandbox, shell: str) -> None:
     told = await bash(live, "printf 'a\\000\\377b'; printf 'e\\001' >&2", session=named(), shell=shell)

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from sandboxes.agent_sandbox import AgentSandbox
 from sandboxes.base import ExecResult, Sandbox, SandboxError, SandboxFencedError, SandboxLostError, SandboxSpec, SandboxStartError
 from sandboxes.docker import DockerBackend
-from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, encode, pack_ids
+from service.journal import AnyEntry, Call, Opened, Prompted, Replied, SandboxOpened, Stopped, Verifying, encode, pack_ids
 from service.keys import JobKeys
 from service.leases import Lease
 from service.records import GroupState, Message, SandboxFields, TaskSpec
@@ -236,6 +236,22 @@ async def test_a_fenced_worker_changes_nothing_and_destroys_nothing(stack: Stack
     record = await stack.groups.rollout(lease.rollout_id)
     assert (record.attempt, record.state, await stack.state(group)) == (1, "leased", GroupState.RUNNING)
     await backend.aclose()
+
+
+async def test_a_verification_in_the_agents_own_sandbox_is_not_gone_on_with(stack: Stack, qwen3_dir: Path) -> None:
+    """What the verifier that died did there is not known; in a fresh sandbox it would simply run again."""
+    await stack.open_job(group_size=1, model={"tokenizer": str(qwen3_dir), "renderer": "qwen3", "context_tokens": 1000})
+    verifier = {"command": "true", "sandbox": "same"}
+    await stack.groups.submit(stack.job_id, [TOOL_TASK.model_validate(TOOL_TASK.model_dump() | {"verifier": verifier})])
+    lease = await stack.one()
+    entries: list[AnyEntry] = [Opened(at=1.0, attempt=1, worker="w1"), Prompted(at=1.0, token_ids=pack_ids([1]))]
+    entries.append(Stopped(at=1.0, reason="answered"))
+    await stack.leases.append(lease, [*entries, Verifying(at=1.0)], at_index=0)
+    await stack.store.redis.zadd(f"rw:{{{stack.job_id}}}:leases", {lease.rollout_id: 1})  # as time does
+    async with resources_of(stack, qwen3_dir) as resources:
+        await drive(await stack.one(), resources, Hold())
+    record = await stack.groups.rollout(lease.rollout_id)
+    assert (record.attempt, record.failures) == (2, ["verification in the rollout's own sandbox was interrupted"])
 
 
 async def test_a_sandbox_that_the_model_destroys_twice_is_its_answer(stack: Stack, qwen3_dir: Path) -> None:

@@ -1,0 +1,32 @@
+"""workers/CRASHES.md names tests: each is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from service.journal import AnyEntry
+
+TESTS = Path(__file__).parent.parent
+TABLE = (TESTS.parent / "workers" / "CRASHES.md").read_text()
+SHOWN = re.findall(r"`((?:unit|contract|integration|e2e)/\w+\.py)?(?:::(\w+))?`", TABLE)
+
+
+def named() -> list[tuple[str, str]]:
+    """(file, test); a test without a file is in the file named before it."""
+    found, file = [], ""
+    for given, test in SHOWN:
+        file = given or file
+        if file and (given or test):
+            found.append((file, test))
+    return found
+
+
+@pytest.mark.parametrize(("file", "test"), named())
+def test_a_named_test_is_there(file: str, test: str) -> None:
+    assert not test or f"def {test}(" in (TESTS / file).read_text()
+
+
+def test_every_entry_of_a_journal_is_in_the_table() -> None:
+    kinds = {kind.__name__ for kind in AnyEntry.__args__}
+    assert {kind for kind in kinds if f"`{kind}`" not in TABLE} == set()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxFencedError, SandboxSpec
+from sandboxes.shielding import to_the_end
 from service.journal import Progress
 from service.leases import Lease
 from service.records import TaskSpec
@@ -112,12 +113,7 @@ class AttemptSandbox:
 
 async def destroy(sandbox: Sandbox) -> None:
     """Remove it whatever happens to us; what cannot be removed now is the sweep's."""
-    removal = asyncio.ensure_future(_destroy(sandbox))
-    try:
-        await asyncio.shield(removal)
-    except asyncio.CancelledError:
-        await removal
-        raise
+    await to_the_end(_destroy(sandbox))
 
 
 async def _destroy(sandbox: Sandbox) -> None:

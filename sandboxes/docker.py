@@ -117,7 +117,10 @@ class DockerBackend:
             sandbox.start_seconds = budget.spent_s
             return sandbox
 
-        return await self.limits.start(name, within_s=spec.start_s, prepare=image, make=make)
+        def start() -> Awaitable[AgentSandbox]:
+            return self.limits.start(name, within_s=spec.start_s, prepare=image, make=make)
+
+        return await self._engine.outlasting(start, within_s=self._patience.reconnect_s)
 
     async def _made(self, spec: SandboxSpec, image: ImageFacts, *, name: str, fence: int, furnished: bool) -> AgentSandbox:
         """One try. It leaves nothing behind when it fails, whenever that is."""
@@ -221,7 +224,7 @@ class DockerBackend:
                     await sandbox.detach()
 
     async def attach(self, sandbox_id: str, *, name: str | None = None, fence: int = 0, boot_id: str | None = None) -> AgentSandbox:
-        found = await self._containers.find(sandbox_id)
+        found = await self._engine.outlasting(lambda: self._containers.find(sandbox_id), within_s=self._patience.reconnect_s)
         if found is None:
             raise SandboxLostError(f"sandbox {sandbox_id} is gone")
         if not self._containers.is_ours(found):
@@ -254,6 +257,7 @@ class DockerBackend:
         doomed = ownerless(await self.list(), keep=keep, older_than_s=older_than_s, keep_prefixes=keep_prefixes, only=only)
         results = await asyncio.gather(*(self._swept(info) for info in doomed))
         await self._snapshots.sweep()
+        await self._agent.remove_older()
         return sum(results)
 
     async def _swept(self, info: SandboxInfo) -> bool:

@@ -9,8 +9,13 @@ import asyncio
 import io
 import json
 import logging
+import math
+import re
 import tarfile
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sandboxes import agent_binary
@@ -21,9 +26,13 @@ from sandboxes.docker_engine import Engine, EngineError
 logger = logging.getLogger(__name__)
 
 LABEL = "rollway.agent"
+_LABELLED = {"filters": json.dumps({"label": [LABEL]})}
 _NAME = "rollway-agent"
+_VOLUME = re.compile(rf"{_NAME}-([0-9a-f]{{12}})")
 _PAUSE_NAME = "rollway-pause"
 PROBE_NAME = "rollway-probe"
+OLDER_S = 3600.0
+"""What another version of us made longer ago than this, and nothing uses, was left by an upgrade. One that still lives makes it again."""
 _TRIES = 20
 _PAUSE_S = 0.1
 """Another worker, that makes the same things at this moment, is done within `_TRIES` of these."""
@@ -81,16 +90,49 @@ class EngineAgent:
     async def remove_shared(self) -> None:
         """Remove them, of every version, as far as no sandbox of any deployment has that version's agent."""
         self._ready = False
+        await self._remove_unused(await self._ages_s())
+
+    async def remove_older(self, *, older_than_s: float = OLDER_S) -> None:
+        """The same, of other versions than ours only, and only what is older: somebody may be about to start in it."""
+        if self._agent is None:
+            return  # not known yet what is ours
+        ages_s = await self._ages_s()
+        await self._remove_unused({digest for digest, age_s in ages_s.items() if age_s >= older_than_s} - {self._agent.digest})
+
+    async def _ages_s(self) -> dict[str, float]:
+        """The versions that are there, by their digests: how old what was made last of each is."""
+        now, ages_s = time.time(), dict[str, float]()
+        for digest, volume in (await self._volumes()).items():
+            ages_s[digest] = now - datetime.fromisoformat(volume["CreatedAt"]).timestamp()
+        for each in await self._images():
+            digest = each["Labels"][LABEL]
+            ages_s[digest] = min(now - each["Created"], ages_s.get(digest, math.inf))
+        return ages_s
+
+    async def _remove_unused(self, digests: Collection[str]) -> None:
+        if not digests:
+            return
         used = {mount.get("Name") for each in await self._containers(OWNER_LABEL) for mount in each["Mounts"]}
+        unused = {digest for digest in digests if f"{_NAME}-{digest}" not in used}
         for each in await self._containers(LABEL):
             ours = each["Names"] and each["Names"][0].startswith((f"/{_PAUSE_NAME}-", f"/{PROBE_NAME}-"))
-            if ours and f"{_NAME}-{each['Labels'][LABEL]}" not in used:
+            if ours and each["Labels"][LABEL] in unused:
                 await self._removed(f"containers/{each['Id']}", force="1")
-        label = {"filters": json.dumps({"label": [LABEL]})}
-        for each in (await self._engine.call("list volumes", "GET", "volumes", params=label))["Volumes"] or ():
-            await self._removed(f"volumes/{each['Name']}")
-        for each in await self._engine.call("list images", "GET", "images/json", params=label):
-            await self._removed(f"images/{each['Id']}", force="1")
+        for digest in (await self._volumes()).keys() & unused:
+            await self._removed(f"volumes/{_NAME}-{digest}")
+        for each in await self._images():
+            if each["Labels"][LABEL] in unused:
+                await self._removed(f"images/{each['Id']}", force="1")
+
+    async def _volumes(self) -> dict[str, Any]:
+        """By digest. By their names, since one that the engine made for a container that asked for it has no label."""
+        params = {"filters": json.dumps({"name": [f"{_NAME}-"]})}
+        found = (await self._engine.call("list volumes", "GET", "volumes", params=params))["Volumes"] or ()
+        return {match[1]: each for each in found if (match := _VOLUME.fullmatch(each["Name"]))}
+
+    async def _images(self) -> Sequence[Any]:
+        found: Sequence[Any] = await self._engine.call("list images", "GET", "images/json", params=_LABELLED)
+        return found
 
     async def _containers(self, label: str) -> Any:
         """Every container that carries it, of whichever deployment."""

@@ -4,6 +4,7 @@ import asyncio
 import platform
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ import pytest_asyncio
 from sandboxes import agent_binary
 from sandboxes.base import SandboxFencedError, SandboxLostError, SandboxSpecError, SandboxStartError, SandboxUserError
 from sandboxes.docker import DockerBackend
-from sandboxes.docker_agent import LABEL
+from sandboxes.docker_agent import LABEL, EngineAgent
+from sandboxes.docker_engine import EngineError
 from tests.docker_images import changed_image, image_of, own_engine, tiny_program
 from tests.sandbox_backends import IMAGE, bash, docker_host, has_engine, named, spec
 
@@ -97,6 +99,26 @@ async def test_shared_parts_in_use_stay(backend: DockerBackend) -> None:
     other = await backend.create(spec(), name=named())
     assert backend.limits.counts.retried == retried, "another deployment's clean-up costs a start nothing"
     await asyncio.gather(sandbox.destroy(), other.destroy())
+
+
+async def test_what_an_older_version_left_goes_and_what_is_used_stays(backend: DockerBackend) -> None:
+    sandbox = await backend.create(spec(), name=named())
+    digest = uuid.uuid4().hex[:12]
+    async with own_engine() as engine, changed_image(f"LABEL {LABEL}={digest}") as image:
+        agent = EngineAgent(engine)
+        ours = await agent.ensure()
+        pause = {"Image": image, "HostConfig": {"Mounts": [{"Type": "volume", "Source": f"rollway-agent-{digest}", "Target": "/x"}]}}
+        await engine.call("create", "POST", "containers/create", params={"name": f"rollway-pause-{digest}"}, body=pause)
+        await agent.remove_older(older_than_s=600)
+        await engine.call("inspect", "GET", f"containers/rollway-pause-{digest}/json")
+        await agent.remove_older(older_than_s=0)
+        for path in (f"containers/rollway-pause-{digest}/json", f"volumes/rollway-agent-{digest}", f"images/{image}/json"):
+            with pytest.raises(EngineError) as gone:
+                await engine.call("inspect", "GET", path)
+            assert gone.value.status == 404, path
+        await engine.call("inspect", "GET", f"containers/{ours.pause}/json")
+        await engine.call("tag again", "POST", f"images/{IMAGE}/tag", params={"repo": image.partition(":")[0], "tag": "1"})  # it is removed
+    await sandbox.destroy()
 
 
 async def test_a_claim_gives_a_bare_sandbox_its_owner(backend: DockerBackend) -> None:

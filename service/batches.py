@@ -23,7 +23,10 @@ JOURNAL_ROUNDS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGroup:
-    """staleness: policy version at the lease minus the oldest sampled one, at least 0."""
+    """staleness: policy version at the lease minus the oldest sampled one, at least 0.
+
+    rollouts: the `size` members that ended; those that the group was to have more, up to `requested_size`, failed.
+    """
 
     group_id: str
     task_id: str
@@ -208,7 +211,7 @@ def _batch_groups(batch_id: str, entries: Sequence[BatchEntry], records: Sequenc
             staleness=staleness[record.group_id],
             requested_size=record.requested_size,
             size=record.size,
-            rollouts=record.members,
+            rollouts=[member for member in record.members if member.state == "ended"],
         )
         for record in records
         if record.batch_id == batch_id

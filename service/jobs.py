@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from service import keys
 from service.errors import ConflictError, GoneError, InvalidError, NotFoundError
 from service.records import JobPatch, JobSpec
@@ -53,6 +55,7 @@ class JobCounts:
     pending_rollouts: int
     leased_rollouts: int
     in_flight_rollouts: int
+    left_out_rollouts: int
     tokens_discarded: int
     tokens_delivered: int
 
@@ -167,7 +170,7 @@ class Jobs:
         return sorted((r for r in records if r is not None and not r.deleted), key=lambda record: record.created_at)
 
     async def patch(self, job_id: str, patch: JobPatch) -> JobRecord:
-        """Change what the patch names; `staleness_budget: null` given on purpose turns the gate off.
+        """Change what the patch names; of `JobPatch.nullable`, null given on purpose is a value (`staleness_budget`: the gate is off).
 
         Raises:
             NotFoundError: no such job.
@@ -246,6 +249,7 @@ class Jobs:
             pending_rollouts=pending,
             leased_rollouts=leased,
             in_flight_rollouts=pending + leased,
+            left_out_rollouts=counted.get("left_out_rollouts", 0),
             tokens_discarded=counted.get("tokens_discarded", 0),
             tokens_delivered=counted.get("tokens_delivered", 0),
         )
@@ -304,12 +308,15 @@ def _gate(spec: JobSpec) -> dict[str, Any]:
         "max_requeues": spec.max_requeues,
         "stale_policy": spec.stale_policy,
         "zero_variance": spec.zero_variance,
+        "group_retries": "" if spec.group_retries is None else spec.group_retries,
+        "min_group_size": "" if spec.min_group_size is None else spec.min_group_size,
     }
 
 
 def _patched(spec: JobSpec, patch: JobPatch) -> JobSpec:
     changes = patch.model_dump(exclude_unset=True)
-    given = {name: value for name, value in changes.items() if value is not None or name == "staleness_budget"}
-    if given.get("max_in_flight_rollouts", spec.group_size) < spec.group_size:
-        raise InvalidError(f"max_in_flight_rollouts is below group_size {spec.group_size}: no group could ever start; raise it")
-    return JobSpec.model_validate({**spec.model_dump(), **given})
+    given = {name: value for name, value in changes.items() if value is not None or name in JobPatch.nullable}
+    try:
+        return JobSpec.model_validate({**spec.model_dump(), **given})
+    except ValidationError as error:
+        raise InvalidError("; ".join(found["msg"].removeprefix("Value error, ") for found in error.errors())) from None

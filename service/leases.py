@@ -153,9 +153,12 @@ class Leases:
         reply = await self._settle("finish", lease, [msgspec.msgpack.encode(fields)])
         return GroupState(reply["state"])
 
-    async def restart(self, lease: Lease, reason: str, *, retry: bool, attempt_counts: bool = True) -> Literal["pending", "group_failed"]:
-        """This attempt failed: it begins anew, or, with `retry` false or the attempts used up, the group fails with `reason`.
+    async def restart(
+        self, lease: Lease, reason: str, *, retry: bool, attempt_counts: bool = True
+    ) -> Literal["pending", "left_out", "group_failed"]:
+        """This attempt failed: the rollout begins anew, unless `retry` is false or the attempts, its own or its group's, are used up.
 
+        Then the group fails with `reason`, or, with `retry` and enough members left for the job's `min_group_size`, goes on without it.
         Reasons are counted by what stands before their first colon. Repeating the call is safe.
 
         Raises:
@@ -163,7 +166,8 @@ class Leases:
         """
         args: list[Argument] = [lease.index, reason, int(retry), int(attempt_counts), self._max_attempts]
         reply = await self._settle("restart", lease, args)
-        return "pending" if reply["state"] == "pending" else "group_failed"
+        state: Literal["pending", "left_out", "group_failed"] = reply["state"]
+        return state
 
     async def _settle(self, name: str, lease: Lease, args: Sequence[Argument]) -> dict[str, Any]:
         job = keys.JobKeys(lease.job_id)

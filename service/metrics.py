@@ -30,6 +30,7 @@ COUNTS = (
     "pending_rollouts",
     "leased_rollouts",
     "in_flight_rollouts",
+    "left_out_rollouts",
     "tokens_discarded",
     "tokens_delivered",
 )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -67,7 +67,7 @@ class GroupState(StrEnum):
     RUNNING = "running"
     """Dispatched: charged against the gate."""
     READY = "ready"
-    """Every member ended; waits for the trainer."""
+    """Every member ended, or was left out; waits for the trainer."""
     LEASED = "leased"
     """In a batch that the trainer holds."""
     ACKED = "acked"
@@ -328,6 +328,10 @@ class JobSpec(Wire):
         if self.max_in_flight_rollouts < self.group_size:
             raise ValueError("max_in_flight_rollouts is below group_size: no group could ever start; raise it")
         return self
+GROUP_RETRIES = Field(ge=0, le=100_000, description="attempts that infrastructure may cost a group before it fails; null: 2 x group_size")
+MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on short while so many members are left; null: never short")
+
+
 
     @property
     def generator_specs(self) -> list[GeneratorSpec]:
@@ -342,6 +346,8 @@ class JobPatch(Wire):
     max_requeues: int | None = Field(default=None, ge=0, le=100)
     stale_policy: Literal["requeue", "drop", "pace"] | None = None
     zero_variance: Literal["keep", "drop"] | None = None
+    group_retries: Annotated[int | None, GROUP_RETRIES] = None
+    min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
     max_in_flight_rollouts: int | None = Field(default=None, ge=1, le=1_000_000)
     queue_groups: int | None = Field(default=None, ge=1, le=1_000_000)
     backlog_limit: int | None = Field(default=None, ge=1, le=1_000_000)
@@ -353,6 +359,8 @@ class JobPatch(Wire):
 
 
 def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError("min_group_size is above group_size: no group has so many members; lower it, or leave it out")
     """Lay a client's task over its job's defaults, field by field inside `sandbox`, `limits` and `sampling`."""
     merged = dict(task)
     for part, defaults in (("sandbox", job.sandbox), ("limits", job.limits), ("sampling", job.sampling)):
@@ -363,11 +371,16 @@ def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, Jso
 
 
 # ------------------------------------------------------------------------------------------------------------- between our parts
+    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size"})
+    """Where null is a value."""
+
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Sampled tokens `[start, end)` of one generation and the policy version (and lineage) that sampled them."""
+    group_retries: Annotated[int | None, GROUP_RETRIES] = None
+    min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
 
     version: int
     start: int

@@ -42,6 +42,7 @@ class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: str | None = None
     oldest_version: int | None = None
     ended_at: float | None = None
+    failed_attempts: int = 0
 
 
 class BatchEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -110,6 +110,11 @@ def group_ids(batch: BatchRecord) -> list[str]:
     return [group.group_id for group in batch.groups]
 
 
+def fast_settings(url: str) -> Settings:
+    """For a Valkey without an append-only file."""
+    return Settings(redis_url=SecretStr(url), allow_lossy_redis=True)
+
+
 @asynccontextmanager
 async def store_at(url: str) -> AsyncIterator[Store]:
     async with open_store(Settings(redis_url=SecretStr(url))) as store:

@@ -20,25 +20,5 @@ if r.oldest_version then
   g.oldest_version = math.min(g.oldest_version or r.oldest_version, r.oldest_version)
   g.oldest_lineage = math.min(g.oldest_lineage or r.oldest_lineage, r.oldest_lineage)
 end
-
-local function rewards_vary()
-  for i = 0, g.size - 1 do
-    local other = load(ROLLOUTS, member(gid, i))
-    if other.reward == nil or other.reward ~= r.reward then return true end
-  end
-  return false
-end
-
-if g.ended < g.size then
-  save(GROUPS, gid, g)
-elseif job.zero_variance == 'drop' and g.size > 1 and not rewards_vary() then
-  end_group(gid, g, 'dropped', 'zero_variance', now)
-  unlink_journals(1, g.size)
-else
-  leave_state(gid, g)
-  g.state, g.ready_at = 'ready', now
-  g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
-  call('ZADD', READY, ready_place(g), gid)
-  save(GROUPS, gid, g)
-end
+settle_group(gid, g, job, now)
 return reply('ok', { state = g.state })

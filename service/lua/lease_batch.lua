@@ -44,7 +44,7 @@ if #unknown > 0 then return reply('journals', { groups = unknown, group_size = j
 for _, item in ipairs(unfit) do
   turn_away(item.id, item.g, job, now)
   local first = passed[item.id] * job.group_size
-  unlink_journals(first + 1, first + item.g.size)
+  unlink_journals(first + 1, first + item.g.requested_size)
 end
 if #fresh == 0 or #fresh < n and not fewer then
   local left = call('ZCARD', BACKLOG) + counted('running') + counted('leased')

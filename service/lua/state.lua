@@ -8,6 +8,7 @@
 -- * A group is in exactly one state, and in at most one index: queued in BACKLOG, ready in READY, leased in one live batch.
 -- * CHARGED holds every running, ready and leased group, and the acked ones in SPENT; nothing else.
 -- * A rollout in LEASES has a fence, one in PENDING has none; their sum is the rollouts in flight.
+-- * `size` of a group counts the members that ended or still may; the others of `requested_size` failed and were left out of it.
 -- * A group that ended has no journal, no task, no fence, no place in PENDING or LEASES, and one tombstone in ENDED.
 -- Scores: below 2^53, so exact. Minus FRONT puts what comes back before all that never left.
 
@@ -44,14 +45,16 @@ end
 local function counted(field) return tonumber(call('HGET', COUNTS, field) or '0') end
 
 -- The job's gate and versions; nil when there is no such job. capacity, budget: nil when the gate is off.
+-- min_group_size: nil when no group goes on short.
 local function read_job()
   local f = call('HMGET', JOB, 'deleted', 'version', 'lineage', 'capacity', 'budget', 'group_size', 'max_in_flight', 'queue_groups',
-    'backlog_limit', 'max_requeues', 'stale_policy', 'zero_variance')
+    'backlog_limit', 'max_requeues', 'stale_policy', 'zero_variance', 'group_retries', 'min_group_size')
   if f[1] ~= '0' then return nil end
   return {
     version = tonumber(f[2]), lineage = tonumber(f[3]), capacity = tonumber(f[4]), budget = tonumber(f[5]),
     group_size = tonumber(f[6]), max_in_flight = tonumber(f[7]), queue_groups = tonumber(f[8]),
     backlog_limit = tonumber(f[9]), max_requeues = tonumber(f[10]), stale_policy = f[11], zero_variance = f[12],
+    group_retries = tonumber(f[13]) or 2 * tonumber(f[6]), min_group_size = tonumber(f[14]),
   }
 end
 
@@ -80,7 +83,7 @@ end
 
 -- Takes every member out of the queues and from its worker. Members that have not ended become cancelled.
 local function stop_members(gid, g, now)
-  for i = 0, g.size - 1 do
+  for i = 0, g.requested_size - 1 do
     local rid = member(gid, i)
     call('ZREM', PENDING, rid)
     call('ZREM', LEASES, rid)
@@ -114,6 +117,36 @@ local function end_group(gid, g, state, reason, now)
   save(GROUPS, gid, g)
 end
 
+-- Whether the rewards of the members that ended differ. One that is left to the trainer may.
+local function rewards_vary(gid, g)
+  local first
+  for i = 0, g.requested_size - 1 do
+    local r = load(ROLLOUTS, member(gid, i))
+    if r.state == 'ended' then
+      if r.reward == nil or first and r.reward ~= first then return true end
+      first = r.reward
+    end
+  end
+  return false
+end
+
+-- Saves a running group one of whose members just ended or was left out. Was it the last one, the group is ready, or dropped.
+-- KEYS 18..: the journals of all members.
+local function settle_group(gid, g, job, now)
+  if g.ended < g.size then
+    save(GROUPS, gid, g)
+  elseif job.zero_variance == 'drop' and g.requested_size > 1 and not rewards_vary(gid, g) then
+    end_group(gid, g, 'dropped', 'zero_variance', now)
+    unlink_journals(1, g.requested_size)
+  else
+    leave_state(gid, g)
+    g.state, g.ready_at = 'ready', now
+    g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
+    call('ZADD', READY, ready_place(g), gid)
+    save(GROUPS, gid, g)
+  end
+end
+
 -- The same task once more: new attempts of the same rollouts. The caller unlinks the journals.
 local function rerun_group(gid, g, now)
   leave_state(gid, g)
@@ -122,7 +155,8 @@ local function rerun_group(gid, g, now)
   count('tokens_discarded', g.sampled_tokens)
   g.state, g.requeues, g.ended, g.sampled_tokens, g.queued_at = 'queued', g.requeues + 1, 0, 0, now
   g.oldest_version, g.oldest_lineage, g.batch_id, g.last_batch, g.ready_at = nil, nil, nil, nil, nil
-  for i = 0, g.size - 1 do
+  g.size, g.failed_attempts = g.requested_size, nil
+  for i = 0, g.requested_size - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid)
     save(ROLLOUTS, rid, { state = 'waiting', attempt = r.attempt + 1, strikes = 0, sandbox_losses = 0, failures = r.failures,

@@ -26,7 +26,7 @@ local function dispatch(gid)
   count('running')
   g.state = 'running'
   save(GROUPS, gid, g)
-  for i = 0, g.size - 1 do
+  for i = 0, g.requested_size - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid) or { attempt = 1, strikes = 0, sandbox_losses = 0, failures = {}, created_at = g.created_at }
     r.state, r.place, r.queued_at = 'pending', turn * 1024 + i, g.queued_at

@@ -34,6 +34,7 @@ class CountsAnswer(BaseModel):
     pending_rollouts: int
     leased_rollouts: int
     in_flight_rollouts: int
+    left_out_rollouts: int = Field(description="members that failed and were left out of a short group")
     tokens_discarded: int
     tokens_delivered: int
 
@@ -98,9 +99,10 @@ class GroupAnswer(BaseModel):
     task_id: str
     state: GroupState
     reason: str | None
-    size: int
+    size: int = Field(description="members without those that failed and were left out (min_group_size)")
     requested_size: int
     requeues: int
+    failed_attempts: int = Field(description="attempts that infrastructure ended, against group_retries")
     priority: int
     created_at: float
     batch_id: str | None

@@ -113,7 +113,7 @@ async def read_patch(raw: bytes) -> JobPatch:
 async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> None:
     """The job as it would be must be one that could be created."""
     changes = patch.model_dump(exclude_unset=True)
-    nulls = [name for name, value in changes.items() if value is None and name != "staleness_budget"]
+    nulls = [name for name, value in changes.items() if value is None and name not in JobPatch.nullable]
     if nulls:
         problems = [FieldProblem(field=name, problem="may not be null; leave it out if it shall stay") for name in nulls]
         raise InvalidError("some fields are wrong", fields=problems)

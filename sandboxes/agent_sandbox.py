@@ -176,6 +176,9 @@ class AgentSandbox:
         """Returns once its agent answers. Raises SandboxError."""
         await self._channel.ping()
 
+    async def processes(self) -> int:
+        return (await self._channel.ping()).processes
+
     async def detach(self) -> None:
         """Let go of it; it lives on."""
         await self._channel.aclose()

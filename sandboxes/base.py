@@ -239,6 +239,10 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def processes(self) -> int:
+        """How many processes live in it that `exec` started: idle shells of sessions and daemons included."""
+        ...
+
     async def kill_all(self) -> None:
         """Kill every process that was started through `exec`, sessions and daemons included. The sandbox stays usable."""
         ...

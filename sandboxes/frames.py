@@ -37,7 +37,7 @@ _RUN = struct.Struct("<BIIQ")
 _CONFIGURE = struct.Struct("<II")
 _RESULT = struct.Struct("<BBHiQQIIQII")
 _ERROR = struct.Struct("<H")
-_PONG = struct.Struct("<QQQII")
+_PONG = struct.Struct("<QQQIII")
 _CRC_AT = 28
 
 
@@ -156,6 +156,7 @@ class Pong(NamedTuple):
     inodes: int
     alive: int
     kept: int
+    processes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

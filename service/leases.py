@@ -12,7 +12,7 @@ import msgspec
 
 from service import keys
 from service.errors import LeaseLostError
-from service.journal import AnyEntry, SandboxOpened, decode, encode
+from service.journal import AnyEntry, Restored, SandboxOpened, decode, encode
 from service.records import GroupState, Outcome
 from service.store import Argument, Store, unavailable
 
@@ -116,7 +116,7 @@ class Leases:
             LeaseLostError: the lease is another's, or the journal is not as long as believed.
         """
         job = keys.JobKeys(lease.job_id)
-        sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened)), "")
+        sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened | Restored)), "")
         args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, *map(encode, entries)]
         length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts], args)
         if length < 0:

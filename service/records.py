@@ -145,8 +145,26 @@ Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Url = Annotated[str, Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")]
 
 
+class SnapshotFields(Wire):
+    """When a sandbox's files are kept, so that a rollout whose sandbox is lost with its worker goes on from there: between two turns.
+
+    `every_s` counts as `limits.wall_s` does. `ttl_s`: for how long a snapshot that nobody removes is kept.
+    """
+
+    every_turns: int | None = Field(default=None, ge=1, le=10_000)
+    every_s: float | None = Field(default=None, gt=0, le=604_800)
+    ttl_s: float = Field(default=86_400.0, ge=60, le=2_592_000)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.every_turns is None and self.every_s is None:
+            raise ValueError("snapshot: set every_turns or every_s, or snapshot itself to null")
+        return self
+
+
 class SandboxFields(Wire):
-    """Where a rollout's tools run."""
+    """Where a rollout's tools run. shell: `bash` is one lasting shell, or a new one `per_call`: no process is left then but what the
+    model starts in the background, and a snapshot lacks nothing."""
 
     backend: Literal["docker", "process", "modal"] = "docker"
     image: Annotated[Name, Field(description="image reference; the process backend uses the host's own system")] = "rollway-sandbox:1"
@@ -164,6 +182,14 @@ class SandboxFields(Wire):
     lazy: bool = True
     read_only: bool = False
     runtime: Literal["default", "runsc"] = "default"
+    shell: Literal["lasting", "per_call"] = "lasting"
+    snapshot: SnapshotFields | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.snapshot is not None and self.backend != "docker":
+            raise ValueError(f"snapshot: {self.backend} sandboxes have none; use the docker backend, or set snapshot to null")
+        return self
 
 
 class Limits(Wire):
@@ -302,6 +328,10 @@ class GeneratorSpec(Wire):
     control_urls: list[Url] = Field(default_factory=list, max_length=1000)
 
 
+GROUP_RETRIES = Field(ge=0, le=100_000, description="attempts that infrastructure may cost a group before it fails; null: 2 x group_size")
+MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on short while so many members are left; null: never short")
+
+
 class JobSpec(Wire):
     """One training run. `staleness_budget: null` turns the gate off; then `queue_groups` bounds what is out and ready."""
 
@@ -316,6 +346,8 @@ class JobSpec(Wire):
     stale_policy: Literal["requeue", "drop", "pace"] = "requeue"
     weight_update: Literal["in_flight", "abort_resume", "drain"] = "in_flight"
     zero_variance: Literal["keep", "drop"] = "keep"
+    group_retries: Annotated[int | None, GROUP_RETRIES] = None
+    min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
     max_in_flight_rollouts: int = Field(default=256, ge=1, le=1_000_000)
     queue_groups: int = Field(default=256, ge=1, le=1_000_000)
     backlog_limit: int = Field(default=10_000, ge=1, le=1_000_000)
@@ -327,11 +359,9 @@ class JobSpec(Wire):
     def _consistent(self) -> Self:
         if self.max_in_flight_rollouts < self.group_size:
             raise ValueError("max_in_flight_rollouts is below group_size: no group could ever start; raise it")
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
+            raise ValueError("min_group_size is above group_size: no group has so many members; lower it, or leave it out")
         return self
-GROUP_RETRIES = Field(ge=0, le=100_000, description="attempts that infrastructure may cost a group before it fails; null: 2 x group_size")
-MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on short while so many members are left; null: never short")
-
-
 
     @property
     def generator_specs(self) -> list[GeneratorSpec]:
@@ -340,6 +370,9 @@ MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on sho
 
 class JobPatch(Wire):
     """What may change in a live job; what is left out stays."""
+
+    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size"})
+    """Where null is a value."""
 
     generators: list[Url | GeneratorSpec] | None = Field(default=None, min_length=1, max_length=1000)
     staleness_budget: int | None = Field(default=None, ge=0, le=10_000)
@@ -359,8 +392,6 @@ class JobPatch(Wire):
 
 
 def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        if self.min_group_size is not None and self.min_group_size > self.group_size:
-            raise ValueError("min_group_size is above group_size: no group has so many members; lower it, or leave it out")
     """Lay a client's task over its job's defaults, field by field inside `sandbox`, `limits` and `sampling`."""
     merged = dict(task)
     for part, defaults in (("sandbox", job.sandbox), ("limits", job.limits), ("sampling", job.sampling)):
@@ -371,16 +402,11 @@ def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, Jso
 
 
 # ------------------------------------------------------------------------------------------------------------- between our parts
-    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size"})
-    """Where null is a value."""
-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Sampled tokens `[start, end)` of one generation and the policy version (and lineage) that sampled them."""
-    group_retries: Annotated[int | None, GROUP_RETRIES] = None
-    min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
 
     version: int
     start: int

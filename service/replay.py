@@ -14,13 +14,15 @@ from service.journal import (
     HandedBack,
     Observed,
     Opened,
-    Progress,
     Prompted,
     Replied,
+    Restored,
     Scored,
+    Snapshotted,
     Stopped,
     Verifying,
 )
+from service.progress import Progress
 from service.records import FinishReason, StopReason
 
 ID_BYTES = 4
@@ -66,6 +68,10 @@ def _in_turn(progress: Progress, entry: AnyEntry) -> str | None:
             return "replies to no turn"
         case Observed() if entry.call_id not in {call.id for call in progress.open_calls()}:
             return f"answers {entry.call_id!r}, which is no open call"
+        case Snapshotted() if progress.turn_tokens or not progress.generating:
+            return "is taken inside a turn"
+        case Restored() if progress.snapshot is None or entry.cut_to != progress.snapshot_at:
+            return f"goes back to entry {entry.cut_to}, which is not the last snapshot"
         case Stopped() if entry.reason not in set(StopReason):
             return f"has the unknown reason {entry.reason!r}"
         case Verifying() | Scored() if progress.stop is None:

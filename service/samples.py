@@ -12,7 +12,20 @@ import numpy.typing as npt
 import orjson
 
 from service.errors import MisalignedTokensError
-from service.journal import AnyEntry, Extended, Generated, Observed, Opened, Prompted, Replied, SandboxOpened, Scored, Stopped
+from service.journal import (
+    AnyEntry,
+    Extended,
+    Generated,
+    Observed,
+    Opened,
+    Prompted,
+    Replied,
+    Restored,
+    SandboxOpened,
+    Scored,
+    Stopped,
+    standing,
+)
 from service.records import Outcome, Sample, Timing, Trajectory
 
 ID_BYTES = LOGPROB_BYTES = 4
@@ -30,7 +43,7 @@ def build_samples(entries: Iterable[AnyEntry]) -> tuple[Sample, ...]:
         MisalignedTokensError: the entries' ids, log-probabilities and version spans do not belong together.
     """
     drafts: list[_Draft] = []
-    for entry in entries:
+    for entry in standing(entries):
         match entry:
             case Opened():
                 drafts = []
@@ -54,7 +67,7 @@ def build_trajectory(
     Raises:
         MisalignedTokensError: as `build_samples`.
     """
-    journal = list(entries)
+    journal = standing(entries)
     end = _Summary(journal)
     return Trajectory(
         rollout_id=rollout_id,
@@ -96,7 +109,7 @@ class _Summary:
                 self.tool_calls += len(calls)
             case Observed(seconds=seconds):
                 self.seconds["tool_s"] += seconds
-            case SandboxOpened(seconds=seconds):
+            case SandboxOpened(seconds=seconds) | Restored(seconds=seconds):
                 self.seconds["sandbox_s"] += seconds
             case Opened(attempt=attempt, queued_s=queued_s):
                 self.attempt, self.seconds["queued_s"] = attempt, queued_s

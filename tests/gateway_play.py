@@ -7,6 +7,7 @@ from typing import Any
 from service import journal
 from service.journal import AnyEntry
 from service.leases import Ended, Lease, Leases
+from service.progress import Progress
 from service.records import Outcome
 
 DEAD_GENERATOR = "http://127.0.0.1:9"
@@ -56,7 +57,7 @@ async def take_all(leases: Leases, job_id: str) -> list[Lease]:
 async def finish(leases: Leases, lease: Lease, entries: Sequence[AnyEntry]) -> None:
     """Append and end the rollout as it says."""
     await leases.append(lease, entries, at_index=0)
-    end = journal.Progress(entries)
+    end = Progress(entries)
     assert end.stop is not None
     assert end.scored is not None
     ended = Ended(

@@ -1,10 +1,11 @@
-"""How an attempt ends other than by finishing."""
+"""How an attempt ends."""
 
 import logging
 
 from sandboxes.base import SandboxError, SandboxFencedError, SandboxLostError, SandboxSpecError
 from service.errors import LeaseLostError, UnavailableError
-from service.leases import Lease
+from service.leases import Ended, Lease
+from service.progress import Progress
 from workers import metrics
 from workers.resources import Resources
 
@@ -48,13 +49,34 @@ def because(error: SandboxError, *, what: str) -> RestartError:
     return RestartError(f"sandbox: {what}: {error}", retry=True)
 
 
-async def end_attempt(lease: Lease, resources: Resources, end: RestartError) -> None:
-    """Tell the store that `lease`'s attempt is over; whoever ended it before us was right too."""
+def ended(progress: Progress) -> Ended:
+    """The end of one that has its verdict."""
+    assert progress.stop_reason is not None
+    assert progress.scored is not None
+    return Ended(
+        outcome=progress.stop_reason.outcome,
+        stop_reason=progress.stop_reason,
+        reward=progress.scored.reward,
+        reward_detail=progress.scored.detail,
+        turns=progress.turns,
+        tool_calls=progress.tool_calls,
+        sampled_tokens=progress.sampled,
+        discarded_tokens=progress.discarded,
+        oldest_version=progress.oldest_version,
+        newest_version=progress.newest_version,
+        oldest_lineage=progress.oldest_lineage,
+    )
+
+
+async def end_attempt(lease: Lease, resources: Resources, end: RestartError) -> bool:
+    """Tell the store that `lease`'s attempt is over; whoever ended it before us was right too. Whether it is known to be over."""
     metrics.restarts.labels(metrics.reason_class(end.reason)).inc()
     try:
         state = await resources.leases.restart(lease, end.reason[:2000], retry=end.retry, attempt_counts=end.counts)
         logger.warning("attempt %d of %s ended (%s): %s", lease.attempt, lease.rollout_id, state, end.reason)
+        return True
     except LeaseLostError:
         logger.info("%s was ended by others", lease.rollout_id)
     except UnavailableError:
         logger.warning("%s left to its lease: the store is away", lease.rollout_id)
+    return False

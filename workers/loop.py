@@ -6,8 +6,9 @@ the same question of the same journal and so does the same thing.
 
 from dataclasses import dataclass
 
-from service.journal import Call, Progress
-from service.records import FinishReason, Limits, StopReason
+from service.journal import Call
+from service.progress import Progress
+from service.records import FinishReason, Limits, SnapshotFields, StopReason
 
 CONTEXT_RESERVE = 8
 """SGLang refuses prompts within 6 tokens of its context length and cuts generations 2 short of it."""
@@ -23,6 +24,11 @@ class Generate:
     """Sample up to `max_new_tokens` more tokens of the current turn."""
 
     max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Keep the sandbox's files before the next turn begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +65,11 @@ class Finish:
     """Nothing is left to do."""
 
 
-Step = OpenSample | Generate | Parse | Answer | Extend | Stop | Verify | Finish
+Step = OpenSample | Generate | Snapshot | Parse | Answer | Extend | Stop | Verify | Finish
 
 
-def next_step(progress: Progress, limits: Limits, *, context_tokens: int) -> Step:
-    """What a rollout with this journal does next."""
+def next_step(progress: Progress, limits: Limits, *, context_tokens: int, snapshot: SnapshotFields | None = None) -> Step:
+    """What a rollout with this journal does next. `snapshot`: when the task wants one."""
     if progress.scored is not None:
         return Finish()
     if progress.stop is not None:
@@ -72,7 +78,9 @@ def next_step(progress: Progress, limits: Limits, *, context_tokens: int) -> Ste
         return OpenSample()
     if progress.reply is not None:
         return _after_reply(progress, limits, context_tokens)
-    return _in_turn(progress, limits, context_tokens)
+    step = _in_turn(progress, limits, context_tokens)
+    due = snapshot is not None and isinstance(step, Generate) and snapshot_due(progress, snapshot)
+    return Snapshot() if due else step
 
 
 def _in_turn(progress: Progress, limits: Limits, context_tokens: int) -> Step:
@@ -120,6 +128,16 @@ def _after_reply(progress: Progress, limits: Limits, context_tokens: int) -> Ste
     if progress.sampled >= limits.tokens:
         return Stop(StopReason.TOKEN_LIMIT)
     return Extend()
+
+
+def snapshot_due(progress: Progress, wanted: SnapshotFields) -> bool:
+    """Between two turns, with a sandbox: whether enough was done since the last one was due."""
+    if progress.sandbox_id is None or progress.turn_tokens:
+        return False
+    turns = progress.turns - (progress.snapshot_due.turns if progress.snapshot_due else 0)
+    seconds = progress.wall_s - progress.snapshot_wall_s
+    enough = wanted.every_turns is not None and turns >= wanted.every_turns
+    return turns > 0 and (enough or (wanted.every_s is not None and seconds >= wanted.every_s))
 
 
 def needs_sandbox(call: Call) -> bool:

@@ -17,6 +17,12 @@ leaks = Counter("rollway_sandbox_removals_failed_total", "Sandboxes left to the 
 swept = Counter("rollway_sandboxes_swept_total", "Sandboxes of dead owners destroyed by the sweep")
 kills = Counter("rollway_tool_kills_total", "Tool calls in which a limit of the sandbox killed something", ["limit"])
 fenced = Counter("rollway_sandboxes_fenced_total", "Rollouts whose sandbox another worker had attached to")
+snapshots = Counter(
+    "rollway_snapshots_total",
+    "Snapshots that were due (taken, live: not taken, failed), or gone back to",
+    ["result"],
+)
+cut_tokens = Counter("rollway_tokens_cut_total", "Sampled tokens discarded by going back to a snapshot")
 lost_leases = Counter("rollway_leases_lost_total", "Rollout leases that ran out or were taken over")
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

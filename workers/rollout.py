@@ -5,7 +5,6 @@ verdict); and a rollout leaves this module exactly one way: finished, restarted,
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sandboxes.base import Sandbox, SandboxError
+from sandboxes.base import Sandbox, SandboxError, SandboxLostError
 from service import journal
 from service.errors import (
     GeneratorError,
@@ -27,15 +26,17 @@ from service.errors import (
     UnavailableError,
     VerifierUnavailableError,
 )
-from service.journal import AnyEntry, Progress
-from service.leases import Ended, Lease
+from service.journal import AnyEntry
+from service.leases import Lease
+from service.progress import Progress, tool_message
 from service.records import FinishReason, Generation, StopReason, TaskSpec
 from service.replay import replayed
 from workers import metrics
-from workers.attempt_sandbox import AttemptSandbox
+from workers.attempt_sandbox import AttemptSandbox, way_back
 from workers.encoding import off_loop
-from workers.endings import DESTROYED, FencedError, HandBackError, RestartError, because, end_attempt
-from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, needs_sandbox, next_step
+from workers.endings import DESTROYED, FencedError, HandBackError, RestartError, because, end_attempt, ended
+from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Snapshot, Step, Stop, Verify, needs_sandbox, next_step
+from workers.replies import replied
 from workers.resources import JobContext, Resources
 from workers.tools import error_observation, run_call, tool_specs
 from workers.verifier import Verdict, verify
@@ -45,8 +46,6 @@ logger = logging.getLogger(__name__)
 MAX_EMPTY_ABORTS = 300
 EMPTY_ABORT_PAUSE_S = 2.0
 """Together about ten minutes: longer than a weight update takes."""
-MAX_RAW_CHARS = 2000
-"""Of a call that could not be understood, kept for people to read."""
 MAX_EXPIRIES = 10
 """An attempt whose lease ran out this often may be what kills its workers: it ends, and its journal with it."""
 
@@ -107,8 +106,7 @@ class Rollout:
             while True:
                 if self._resources.stopping.is_set():
                     raise HandBackError
-                step = next_step(self._progress, self._task.limits, context_tokens=self._context.record.spec.model.context_tokens)
-                if isinstance(step, Finish):
+                if isinstance(step := self._next_step(), Finish):
                     break
                 await self._do(step)
             await self._finish()
@@ -125,16 +123,18 @@ class Rollout:
             self._sandbox.keep = True
             raise
         except LeaseLostError:
-            self._sandbox.keep = not await self._nobodys()
+            self._sandbox.over = await self._nobodys()
+            self._sandbox.keep = not self._sandbox.over
             raise
         except UnavailableError:
             self._sandbox.keep = True
             raise
         except asyncio.CancelledError:
+            self._sandbox.over |= self._hold.cancelled
             self._sandbox.keep = not (self._hold.cancelled or self._hold.ended)
             raise
         finally:
-            await self._sandbox.leave()
+            await self._sandbox.leave(self._progress.snapshot)
 
     async def _resume(self) -> None:
         entries = await self._resources.leases.journal(self._lease.rollout_id) if self._lease.resumed else []
@@ -145,36 +145,19 @@ class Rollout:
             if not self._task.sandbox.lazy and self._task.tools:
                 await self._open_sandbox()
             return
-        await self._sandbox.resume(self._progress)
+        if (lost := await self._sandbox.resume(self._progress)) is not None:
+            await self._restore(lost)
         if self._progress.verifier_name == "" and self._progress.scored is None and self._task.verifier is not None:
             crashed = self._lease.expiries > 0  # a worker that left in order is nobody's fault
             raise RestartError("verification in the rollout's own sandbox was interrupted", retry=True, counts=crashed)
 
     async def _finish(self) -> None:
         await self._flush()
-        progress = self._progress
-        assert progress.stop is not None
-        assert progress.scored is not None
-        reason = StopReason(progress.stop.reason)
-        state = await self._resources.leases.finish(
-            self._lease,
-            Ended(
-                outcome=reason.outcome,
-                stop_reason=reason,
-                reward=progress.scored.reward,
-                reward_detail=progress.scored.detail,
-                turns=progress.turns,
-                tool_calls=progress.tool_calls,
-                sampled_tokens=progress.sampled,
-                discarded_tokens=progress.discarded,
-                oldest_version=progress.oldest_version,
-                newest_version=progress.newest_version,
-                oldest_lineage=progress.oldest_lineage,
-            ),
-        )
-        self._hold.ended = True
-        metrics.rollouts.labels(reason.outcome, reason).inc()
-        logger.info("ended: %s, reward %s; group %s", reason, progress.scored.reward, state)
+        end = ended(self._progress)
+        state = await self._resources.leases.finish(self._lease, end)
+        self._hold.ended = self._sandbox.over = True
+        metrics.rollouts.labels(end.outcome, end.stop_reason).inc()
+        logger.info("ended: %s, reward %s; group %s", end.stop_reason, end.reward, state)
 
     async def _hand_back(self) -> None:
         self._sandbox.keep = True
@@ -188,7 +171,7 @@ class Rollout:
         """The attempt's sandbox is removed by `run`; its name is never used again, since it holds the attempt."""
         self._unwritten.clear()
         self._hold.ended = True
-        await end_attempt(self._lease, self._resources, end)
+        self._sandbox.over = await end_attempt(self._lease, self._resources, end)
 
     # --------------------------------------------------------------------------------------------------------------- journal
 
@@ -219,12 +202,18 @@ class Rollout:
 
     # ----------------------------------------------------------------------------------------------------------------- steps
 
+    def _next_step(self) -> Step:
+        context_tokens = self._context.record.spec.model.context_tokens
+        return next_step(self._progress, self._task.limits, context_tokens=context_tokens, snapshot=self._task.sandbox.snapshot)
+
     async def _do(self, step: Step) -> None:
         match step:
             case OpenSample():
                 await self._open_sample([m.model_dump(exclude_none=True) for m in self._task.messages])
             case Generate(max_new_tokens=max_new_tokens):
                 await self._generate(max_new_tokens)
+            case Snapshot():
+                await self._snapshot()
             case Parse(cut=cut):
                 self._parse(cut=cut)
             case Answer(call=call):
@@ -281,18 +270,7 @@ class Rollout:
 
     def _parse(self, *, cut: bool) -> None:
         parsed = self._context.chat.parse(self._progress.turn_ids(), self._tools, cut=cut)
-        sampled = hashlib.blake2b(journal.pack_ids(self._progress.turn_ids()), digest_size=6).hexdigest()
-        calls = [
-            journal.Call(
-                id=f"call_{self._progress.turns}_{index}_{sampled}",  # sampled anew, the same turn has other calls (P5)
-                name=call.name,
-                arguments=None if call.arguments is None else msgspec.json.encode(call.arguments).decode(),
-                error=call.error,
-                raw="" if call.error is None else call.raw[:MAX_RAW_CHARS],
-            )
-            for index, call in enumerate(parsed.calls)
-        ]
-        self._record(journal.Replied(at=time.time(), content=parsed.content, reasoning=parsed.reasoning, calls=calls))
+        self._record(replied(parsed, self._progress))
         metrics.turns.inc()
 
     async def _answer(self, call: journal.Call) -> None:
@@ -321,7 +299,7 @@ class Rollout:
     async def _extend(self) -> None:
         progress = self._progress
         assert progress.reply is not None
-        observations = [journal.tool_message(progress.observed[call.id]) for call in progress.reply.calls]
+        observations = [tool_message(progress.observed[call.id]) for call in progress.reply.calls]
         extend = partial(self._context.chat.extend, progress.ids, progress.turn_start, observations, self._tools)
         suffix = await off_loop(observations, extend)
         if suffix is not None:
@@ -338,6 +316,31 @@ class Rollout:
         self._record(journal.SandboxOpened(at=time.time(), id=sandbox.id, seconds=sandbox.start_seconds, boot_id=sandbox.boot_id))
         await self._flush()
         return sandbox
+
+    async def _snapshot(self) -> None:
+        """The one before goes once the new one is journaled: there is always one to go back to."""
+        before = self._progress.snapshot
+        await self._flush()
+        self._record(await self._sandbox.snapshot(self._progress))
+        await self._flush()
+        if before is not None and before is not self._progress.snapshot:
+            await self._sandbox.forget(before)
+
+    async def _restore(self, lost: SandboxLostError) -> None:
+        """Go on from the last snapshot, as if what came after it had never been; its tokens count as discarded.
+
+        Raises:
+            RestartError: there is none, or it cannot be had.
+        """
+        back, sampled = way_back(self._progress, lost), self._progress.sampled
+        self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=self._sandbox.name))
+        await self._flush()
+        sandbox = await self._sandbox.restore(back)
+        cut_to, seconds = self._progress.snapshot_at, sandbox.start_seconds
+        self._record(journal.Restored(at=time.time(), id=sandbox.id, boot_id=sandbox.boot_id, cut_to=cut_to, seconds=seconds))
+        await self._flush()
+        metrics.cut_tokens.inc(cut := sampled - self._progress.sampled)
+        logger.warning("went back to the snapshot after turn %d, %d tokens discarded: %s", back.turns, cut, lost)
 
     def _sandbox_failed(self, error: SandboxError) -> None:
         """P6: what the model's own commands destroyed is tried once more; the second time it is the model's answer."""

@@ -55,13 +55,24 @@ _BUILTINS: Mapping[str, dict[str, Any]] = {
 }
 
 
+_BASH_PER_CALL = _function(
+    "bash",
+    "Run a bash command and see its output. Each call is a new shell in the working directory: files and background processes last "
+    "between calls, directory and variables do not. stdin is empty.",
+    {"command": {"type": "string", "description": "The command; may have several lines."}},
+    ["command"],
+)
+
+
 def tool_specs(task: TaskSpec) -> list[dict[str, Any]]:
     """The task's tools in the OpenAI form, in the task's order; the built-in ones by name."""
-    return [_BUILTINS[tool] if isinstance(tool, str) else _custom_spec(tool) for tool in task.tools]
+    return [_tool_spec(task, tool) for tool in task.tools]
 
 
-def _custom_spec(tool: CustomTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.function.model_dump()}
+def _tool_spec(task: TaskSpec, tool: BuiltinTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        return {"type": "function", "function": tool.function.model_dump()}
+    return _BASH_PER_CALL if tool == "bash" and task.sandbox.shell == "per_call" else _BUILTINS[tool]
 
 
 def tool_names(task: TaskSpec) -> list[str]:
@@ -152,7 +163,11 @@ async def _bash(steps: Steps, task: TaskSpec, command: str) -> _Answer:
         return _Answer("Error: not run, the command holds a NUL character.", failed=True)
     if len(command.encode()) > MAX_COMMAND_BYTES:
         return _Answer(f"Error: not run, the command is longer than {MAX_COMMAND_BYTES} bytes; write long text to a file.", failed=True)
-    result = await steps.shell(command, max_output_bytes=task.limits.tool_output_bytes)
+    most = task.limits.tool_output_bytes
+    if task.sandbox.shell == "per_call":
+        result = await steps.program("shell", ["bash", "-c", command], workdir=task.sandbox.workdir, max_output_bytes=most)
+        return _shown(result, task, timeout_s=steps.timeout_s)
+    result = await steps.shell(command, max_output_bytes=most)
     return _shown(result, task, timeout_s=steps.timeout_s, after_timeout="the next command gets a new shell")
 
 

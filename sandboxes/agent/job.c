@@ -299,6 +299,8 @@ struct job *job_of_call(uint64_t call_id) {
 
 bool jobs_alive(void) { return first != NULL || strays_expected; }
 
+uint32_t jobs_processes(void) { return (uint32_t)tree_count(getpid(), is_supervisor); }
+
 /* What was adopted from supervisors that the sandbox's own commands killed. */
 static void kill_strays(void) {
     strays_expected = tree_kill(getpid(), is_supervisor) > 0;

@@ -42,6 +42,8 @@ ssize_t job_read(struct source *source, uint8_t *at, size_t count);
 
 struct job *job_of_call(uint64_t call_id);
 bool jobs_alive(void);
+/* How many processes live that calls started: shells, commands, and what these left behind. */
+uint32_t jobs_processes(void);
 
 /* Kills every job and every stray; `jobs_all_dead` says when that is done. What is started meanwhile is not touched. */
 void jobs_kill_all(void);

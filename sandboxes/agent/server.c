@@ -217,7 +217,7 @@ static void kill_all(struct link *link, const struct frame *frame) {
 }
 
 static void pong(struct link *link, const struct frame *frame) {
-    uint8_t payload[32];
+    uint8_t payload[36];
     uint64_t bytes = 0, inodes = 0;
     watch_used(&bytes, &inodes);
     put64(payload, oom_kills());
@@ -225,6 +225,7 @@ static void pong(struct link *link, const struct frame *frame) {
     put64(payload + 16, inodes);
     put32(payload + 24, calls_alive());
     put32(payload + 28, calls_kept());
+    put32(payload + 32, jobs_processes());
     link_answer(link, frame, PONG, payload, sizeof payload);
 }
 

@@ -118,6 +118,24 @@ static bool stop_round(pid_t root, bool (*spared)(pid_t), size_t *alive) {
     return more;
 }
 
+static bool spare_none(pid_t pid) {
+    (void)pid;
+    return false;
+}
+
+size_t tree_count(pid_t root, bool (*left_out)(pid_t pid)) {
+    size_t alive = 0;
+    read_processes();
+    qsort(processes, process_count, sizeof *processes, by_pid);
+    for (size_t i = 0; i < process_count; i++) {
+        struct process *process = &processes[i];
+        bool known = settle(root, spare_none, process);
+        if ((process->inside || !known) && !process->dead && !left_out(process->pid))
+            alive++;
+    }
+    return alive;
+}
+
 size_t tree_kill(pid_t root, bool (*spared)(pid_t pid)) {
     size_t alive = 0;
     int rounds = 0;

@@ -12,4 +12,7 @@
  * Never blocks for long. Returns how many it found alive; 0 when there is nothing to kill any more. */
 size_t tree_kill(pid_t root, bool (*spared)(pid_t pid));
 
+/* How many descendants of `root` are alive but for those that `left_out` names; the descendants of these count. */
+size_t tree_count(pid_t root, bool (*left_out)(pid_t pid));
+
 #endif

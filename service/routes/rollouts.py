@@ -14,9 +14,10 @@ from service.events import ENDED, EventResponse, Position, RolloutEvents, positi
 from service.export import sample_object
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant
 from service.groups import RolloutRecord
-from service.journal import Progress, decode
+from service.journal import decode
 from service.keys import group_of
 from service.problems import problem_responses
+from service.progress import Progress
 from service.routes.answers import RolloutAnswer, RolloutDetailAnswer, answer, rollout_fields
 from service.routes.requests import EmptyBody, takes
 from service.samples import build_samples

@@ -201,6 +201,20 @@ async def test_a_bare_sandbox_gets_an_owner(kind: str, root: Path, backend: Sand
             await pool.adopt(bare, spec(), name=named())
 
 
+async def test_it_knows_how_many_processes_live_in_it(backend: SandboxBackend) -> None:
+    sandbox = await backend.create(spec(), name=named())
+    assert await sandbox.processes() == 0
+    await bash(sandbox, "sleep 0.1 & wait; (exit 3)")
+    assert await sandbox.processes() == 0
+    await bash(sandbox, "sleep 900 >/dev/null 2>&1 & setsid sleep 901 >/dev/null 2>&1 &")
+    assert await sandbox.processes() == 2
+    await bash(sandbox, "x=1", session="main")
+    assert await sandbox.processes() == 3
+    await sandbox.kill_all()
+    assert await sandbox.processes() == 0
+    await sandbox.destroy()
+
+
 # Snapshots
 
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import journal
-from service.journal import AnyEntry, Call, Progress
+from service.journal import AnyEntry, Call
+from service.progress import Progress
 from service.records import FinishReason, Limits, StopReason
 from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Step, Stop, Verify, next_step
 

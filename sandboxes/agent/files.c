@@ -366,6 +366,7 @@ int files_main(int kind, int argc, char **argv, const struct files_owner *owner)
     signal(SIGPIPE, SIG_IGN);
     umask(0);
     raise_open_files();
+    paths_of(owner);
     if (chdir("/") != 0) return complain_as("/", errno);
     switch (kind) {
         case FILES_PACK: return pack(argc, argv);

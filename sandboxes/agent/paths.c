@@ -110,6 +110,16 @@ static int made_here(const struct stat *status) {
 
 /* ---- directories ---- */
 
+static uid_t user;
+
+void paths_of(const struct files_owner *owner) { user = owner->uid; }
+
+/* Whether the link could lead a user, through us, to where it may not write itself. */
+static int leads_out(const struct stat *link, int directory) {
+    struct stat status;
+    return user != geteuid() && link->st_uid != geteuid() && (fstat(directory, &status) < 0 || status.st_uid != user);
+}
+
 /* A directory of ours, or an old link to one: an O_PATH descriptor, or -1 with errno (ELOOP: a link that is not followed). */
 static int open_directory(int parent, const char *name, enum follow follow) {
     struct stat status;
@@ -118,7 +128,11 @@ static int open_directory(int parent, const char *name, enum follow follow) {
     if (fstatat(parent, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return -1;
     errno = S_ISLNK(status.st_mode) ? ELOOP : ENOTDIR;
     if (!S_ISLNK(status.st_mode) || follow == FOLLOW_NONE || made_here(&status)) return -1;
-    return openat(parent, name, DIRECTORY);
+    fd = openat(parent, name, DIRECTORY);
+    if (fd < 0 || !leads_out(&status, fd)) return fd;
+    close(fd);
+    errno = ELOOP;
+    return -1;
 }
 
 static int mkdir_owned(int parent, const char *name, const struct files_owner *owner) {

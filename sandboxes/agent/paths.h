@@ -9,8 +9,12 @@
 
 enum follow {
     FOLLOW_NONE, /* no link */
-    FOLLOW_OLD,  /* links to directories, but those that this call made: an archive must not lead itself elsewhere */
+    FOLLOW_OLD,  /* links to directories, but those that this call made: an archive must not lead itself elsewhere. And of those that are
+                    not root's, only what leads to a directory of the user's own */
 };
+
+/* Whose sandbox it is; once, before anything else here. */
+void paths_of(const struct files_owner *owner);
 
 enum { PATH_FAILED = -1, PATH_REFUSED = -2 };
 

@@ -204,6 +204,19 @@ async def test_the_agent_cannot_be_changed(connected: Sandbox) -> None:
     assert "docker.sock" not in await out(connected, "cat /proc/mounts; ls /run /var/run 2>/dev/null")
 
 
+async def test_a_user_leads_no_file_out_of_its_own_directories(backend: DockerBackend) -> None:
+    """Files are put with root's rights: a link among the parents of a path must not turn them on what the user may not write."""
+    links = ["mkdir own && ln -s own mine && ln -s /etc out"]
+    sandbox = await backend.create(spec(user="nobody", setup=links, files={"/bin/given": b"x"}), name=named())
+    try:
+        await sandbox.put({"/work/mine/x": b"1", "/bin/other": b"2"})
+        with pytest.raises(SandboxContentError, match="a link"):
+            await sandbox.put({"/work/out/passwd": b""})
+        assert await out(sandbox, "cat own/x; stat -c %U /etc/passwd") == "1root\n"
+    finally:
+        await sandbox.destroy()
+
+
 async def test_what_all_sandboxes_mount_is_out_of_reach(one: Sandbox) -> None:
     """Read-only as it is, a lock on it is seen by every neighbour."""
     assert await out(one, "ls -A /.rollway; grep -c /.rollway /proc/self/mountinfo || true") == "0\n"

@@ -146,7 +146,7 @@ Url = Annotated[str, Field(min_length=8, max_length=2000, pattern=r"^https?://[^
 
 
 class SnapshotFields(Wire):
-    """When a sandbox's files are kept, so that a rollout whose sandbox is lost with its worker goes on from there: between two turns.
+    """When a sandbox's files are kept, so that a rollout whose sandbox is lost goes on from there: between two turns.
 
     `every_s` counts as `limits.wall_s` does. `ttl_s`: for how long a snapshot that nobody removes is kept.
     """

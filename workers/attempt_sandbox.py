@@ -1,6 +1,6 @@
 """The sandbox of one attempt: made at its first need, found again after a take-over, removed at the attempt's end.
 
-Where it is lost with its worker, a snapshot of it may stand in for it.
+Where it is lost, a snapshot of it may stand in for it.
 
 What always holds: its name follows from rollout and attempt, so that a lost reply or a dead worker leaves nothing unknown; it is removed
 by whoever ends the attempt, and kept by whoever only leaves it.
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxFencedError, SandboxLostError, SandboxSpec
 from sandboxes.shielding import to_the_end
-from service.journal import Snapshotted
+from service.journal import Restored, Snapshotted
 from service.leases import Lease
 from service.progress import Progress
 from service.records import TaskSpec
@@ -83,7 +83,7 @@ class AttemptSandbox:
         metrics.sandbox_seconds.observe(self.live.start_seconds)
         return self.live
 
-    async def resume(self, progress: Progress) -> SandboxLostError | None:
+    async def resume(self, progress: Progress) -> SandboxError | None:
         """Find the journaled one again, in the same life: then its calls are asked for by their ids and none runs twice (P5).
 
         Returns how it was lost, where it is still needed and the task's snapshots may stand in for it.
@@ -103,11 +103,16 @@ class AttemptSandbox:
             self.live = await self._backend.attach(progress.sandbox_id, name=self.name, fence=self._fence, boot_id=progress.boot_id)
         except SandboxError as error:
             end = because(error, what="lost with its worker")
-            if needed and isinstance(error, SandboxLostError) and not error.by_command and self._task.sandbox.snapshot is not None:
+            if needed and self.stands_in(error):
                 return error
             if needed:
                 raise end from error
         return None
+
+    def stands_in(self, error: SandboxError) -> bool:
+        """Whether a snapshot may help: the sandbox is lost, not to the model's own commands, and the task wants snapshots."""
+        lost = isinstance(error, SandboxLostError) and not error.by_command
+        return lost and self._task.sandbox.snapshot is not None
 
     async def snapshot(self, progress: Progress) -> Snapshotted:
         """Take one of `live`, unless processes live in it: they would be missing. One that fails is counted and costs no more than itself.
@@ -129,14 +134,16 @@ class AttemptSandbox:
         metrics.snapshots.labels("taken" if taken else "live" if lives else "failed").inc()
         return Snapshotted(at=time.time(), id=taken, turns=progress.turns, live=lives, seconds=time.monotonic() - began)
 
-    async def restore(self, snapshot: Snapshotted) -> Sandbox:
-        """A new sandbox in place of the lost one, whose name it takes. Raises RestartError, FencedError."""
+    async def restore(self, snapshot: Snapshotted, *, at_index: int) -> Restored:
+        """A new sandbox in place of the lost one, whose name it takes; `at_index`: the snapshot's. Raises RestartError, FencedError."""
+        if self.live is not None:
+            await self.live.detach()
         try:
-            self.live = await self._backend.restore(snapshot.id, self._spec(), name=self.name, fence=self._fence)
+            box = self.live = await self._backend.restore(snapshot.id, self._spec(), name=self.name, fence=self._fence)
         except SandboxError as error:
             raise because(error, what="its snapshot") from error
         metrics.snapshots.labels("restored").inc()
-        return self.live
+        return Restored(at=time.time(), id=box.id, boot_id=box.boot_id, cut_to=at_index, seconds=box.start_seconds)
 
     async def forget(self, snapshot: Snapshotted) -> None:
         """Remove one; what cannot be removed now goes when its time is over."""
@@ -168,7 +175,7 @@ class AttemptSandbox:
             await to_the_end(self.forget(snapshot))
 
 
-def way_back(progress: Progress, lost: SandboxLostError) -> Snapshotted:
+def way_back(progress: Progress, lost: SandboxError) -> Snapshotted:
     """The snapshot to go on from.
 
     Raises:
@@ -182,7 +189,7 @@ def way_back(progress: Progress, lost: SandboxLostError) -> Snapshotted:
         why = "no snapshot was taken, since processes lived in it (a lasting shell is one: set sandbox.shell to per_call)"
     else:
         why = "no snapshot was taken before"
-    raise RestartError(f"sandbox: lost with its worker: {lost}; {why}", retry=True)
+    raise RestartError(f"sandbox: lost: {lost}; {why}", retry=True)
 
 
 async def destroy(sandbox: Sandbox) -> None:

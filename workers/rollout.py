@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sandboxes.base import Sandbox, SandboxError, SandboxLostError
+from sandboxes.base import Sandbox, SandboxError
 from service import journal
 from service.errors import (
     GeneratorError,
@@ -282,12 +282,14 @@ class Rollout:
             return
         sandbox = self._sandbox.live or await self._open_sandbox()
         await self._flush()
-        left_s = max(1.0, self._task.limits.wall_s - self._progress.wall_s)
+        timeout_s = min(self._task.limits.tool_s, max(1.0, self._task.limits.wall_s - self._progress.wall_s))
         try:
-            timeout_s = min(self._task.limits.tool_s, left_s)
             observed = await run_call(sandbox, self._task, call, call_id=self._sandbox.call_id(call.id), timeout_s=timeout_s)
         except SandboxError as error:
-            self._sandbox_failed(error)
+            if not self._sandbox.stands_in(error):
+                self._sandbox_failed(error)
+            else:
+                await self._restore(error)
         else:
             metrics.tool_seconds.observe(observed.seconds)
             self._record(observed)
@@ -326,7 +328,7 @@ class Rollout:
         if before is not None and before is not self._progress.snapshot:
             await self._sandbox.forget(before)
 
-    async def _restore(self, lost: SandboxLostError) -> None:
+    async def _restore(self, lost: SandboxError) -> None:
         """Go on from the last snapshot, as if what came after it had never been; its tokens count as discarded.
 
         Raises:
@@ -335,9 +337,7 @@ class Rollout:
         back, sampled = way_back(self._progress, lost), self._progress.sampled
         self._record(journal.SandboxIntended(at=time.time(), backend=self._task.sandbox.backend, name=self._sandbox.name))
         await self._flush()
-        sandbox = await self._sandbox.restore(back)
-        cut_to, seconds = self._progress.snapshot_at, sandbox.start_seconds
-        self._record(journal.Restored(at=time.time(), id=sandbox.id, boot_id=sandbox.boot_id, cut_to=cut_to, seconds=seconds))
+        self._record(await self._sandbox.restore(back, at_index=self._progress.snapshot_at))
         await self._flush()
         metrics.cut_tokens.inc(cut := sampled - self._progress.sampled)
         logger.warning("went back to the snapshot after turn %d, %d tokens discarded: %s", back.turns, cut, lost)

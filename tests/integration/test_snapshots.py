@@ -45,7 +45,11 @@ TASK = TaskSpec(
     tools=["bash"],
     sandbox=SandboxFields(image=IMAGE, memory_mib=64, shell="per_call", snapshot=SnapshotFields(every_turns=1)),
 )
-SAMPLED = [5, 6, 7]
+
+
+def sampled() -> Generated:
+    ids, logprobs = pack_ids([5, 6, 7]), pack_logprobs([-0.5] * 3)
+    return Generated(at=1.0, token_ids=ids, logprobs=logprobs, spans=[(0, 0, 0, 3)], finish="stop", generator="g", seconds=0.1)
 
 
 @dataclass
@@ -64,12 +68,11 @@ class Attempt:
 
     async def turn(self, command: str) -> Observed:
         number = Progress(self.entries).turns
-        ids, logprobs = pack_ids(SAMPLED), pack_logprobs([-0.5] * len(SAMPLED))
         call = Call(id=f"call_{number}", name="bash", arguments=f'{{"command": "{command}"}}')
         assert self.sandbox.live is not None
         observed = await run_call(self.sandbox.live, TASK, call, call_id=self.sandbox.call_id(call.id))
         self.entries += [
-            Generated(at=1.0, token_ids=ids, logprobs=logprobs, spans=[(0, 0, 0, 3)], finish="stop", generator="g", seconds=0.1),
+            sampled(),
             Replied(at=1.0, content="", calls=[call]),
             observed,
             Extended(at=1.0, token_ids=pack_ids([8, 9])),
@@ -81,12 +84,21 @@ class Attempt:
         self.entries.append(taken)
         return taken
 
+    def kill(self) -> None:
+        assert self.sandbox.live is not None
+        subprocess.run(["docker", "kill", self.sandbox.live.id], check=True, capture_output=True)
+
     async def lost(self) -> Lease:
         """The worker and the sandbox die; the lease of who comes next."""
+        lease = await self.left()
+        self.kill()
+        return lease
+
+    async def left(self) -> Lease:
+        """The worker dies; the lease of who comes next."""
         assert self.sandbox.live is not None
         await self.stack.leases.append(self.lease, self.entries, at_index=0)
         await self.sandbox.live.detach()
-        subprocess.run(["docker", "kill", self.sandbox.live.id], check=True, capture_output=True)
         await self.stack.store.redis.zadd(f"rw:{{{self.stack.job_id}}}:leases", {self.lease.rollout_id: 1})  # as time does
         return await self.stack.one()
 
@@ -145,6 +157,28 @@ async def test_the_next_worker_goes_on_from_the_snapshot(stack: Stack, qwen3_dir
         driving.cancel()
         await asyncio.gather(driving, return_exceptions=True)
         assert await snapshots(backend) == [taken.id]
+
+
+async def test_a_worker_whose_sandbox_is_killed_goes_on_from_the_snapshot(stack: Stack, qwen3_dir: Path) -> None:
+    async with scene(stack, qwen3_dir) as (attempt, backend, resources):
+        await attempt.turn("echo one > kept")
+        await attempt.snapshot()
+        call = Call(id="call_1", name="bash", arguments='{"command": "echo two > later; sleep 50"}')
+        attempt.entries += [sampled(), Replied(at=1.0, content="", calls=[call])]
+        lease = await attempt.left()
+        driving = asyncio.create_task(drive(lease, resources, Hold()))
+        assert attempt.sandbox.live is not None
+        async with asyncio.timeout(30):
+            while "sleep 50" not in subprocess.run(["docker", "top", attempt.sandbox.live.id], capture_output=True, text=True).stdout:
+                await asyncio.sleep(0.05)
+            attempt.kill()
+            while not isinstance(last := (await stack.leases.journal(lease.rollout_id))[-1], Restored):
+                await asyncio.sleep(0.05)
+        box = await backend.attach(last.id, name=attempt.sandbox.name, fence=int(lease.fence), boot_id=last.boot_id)
+        assert (await bash(box, "ls /work")).stdout == b"kept\n"
+        await box.detach()
+        driving.cancel()
+        await asyncio.gather(driving, return_exceptions=True)
 
 
 async def test_a_process_that_lives_is_in_no_snapshot(stack: Stack, qwen3_dir: Path) -> None:

@@ -350,3 +350,15 @@ async def test_edits_that_are_refused(answers: list[ExecResult], words: str) -> 
     edit = Edit(path="f", old_text="old", new_text="new")
     with pytest.raises(EditRefusedError, match=words):
         await edit_file(Steps(ScriptedSandbox(*answers), None, 5), edit, workdir="/work")
+
+
+async def test_a_shell_per_call_is_a_program_of_its_own_and_the_tool_says_so() -> None:
+    wanted = task(tools=["bash"], sandbox={"shell": "per_call", "workdir": "/w"})
+    sandbox = ScriptedSandbox(ran(exit_code=None, timed_out=True))
+    observed = await run_call(sandbox, wanted, Call(id="c", name="bash", arguments='{"command":"x=1"}'), call_id="r/a1/c")
+    (asked,) = sandbox.asked
+    assert (asked["argv"][-4:], asked["session"], asked["call_id"]) == (["/w", "bash", "-c", "x=1"], None, "r/a1/c/shell")
+    assert "new shell" not in observed.text  # every call has one
+    per_call, lasting = (tool_specs(each)[0]["function"]["description"] for each in (wanted, task(tools=["bash"])))
+    assert "directory and variables do not" in per_call
+    assert "variables and background jobs last" in lasting

@@ -1,9 +1,10 @@
 """The Docker engine behind deadlines: every call ends, and every failure is a SandboxError that says whose it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from aiodocker import Docker, DockerError
@@ -12,6 +13,13 @@ from yarl import URL
 from sandboxes.base import SandboxError
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
+
+SIGN_S = 5.0
+"""For a sign of life; a busy engine gives it within a second."""
+AWAY_PAUSE_S = 0.2
+"""Between two looks at an engine that is away."""
+
+T = TypeVar("T")
 
 
 class EngineError(SandboxError):
@@ -93,6 +101,39 @@ class Engine:
         """
         async with self.asked(what, within_s=within_s) as docker:
             return await docker._query_json(path, method, params=dict(params or {}), data=body)
+
+    async def outlasting(self, attempt: Callable[[], Awaitable[T]], *, within_s: float) -> T:
+        """`attempt`, again where it failed while the engine was away: one that is restarted is mostly back within seconds.
+
+        attempt: leaves nothing behind when it fails. within_s: for the engine to be away, all times together.
+
+        Raises:
+            SandboxError: as `attempt` did, with the engine there, or when it stayed away.
+        """
+        away_s = 0.0
+        while True:
+            try:
+                return await attempt()
+            except SandboxError:
+                began = time.monotonic()
+                if await self._answers() or not await self._comes_back(within_s - away_s):
+                    raise
+                away_s += time.monotonic() - began
+
+    async def _comes_back(self, within_s: float) -> bool:
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            await asyncio.sleep(AWAY_PAUSE_S)
+            if await self._answers():
+                return True
+        return False
+
+    async def _answers(self) -> bool:
+        try:
+            await self.call("answer", "GET", "version", within_s=min(self.answer_s, SIGN_S))
+        except EngineError as error:
+            return error.status != 0
+        return True
 
     def _unreachable(self, detail: str) -> str:
         return f"the engine at {self.host} cannot be reached ({detail}): start dockerd, or name another one in ROLLWAY_DOCKER_HOST"

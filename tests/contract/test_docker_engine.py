@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from sandboxes.base import SandboxError, SandboxSpec, SandboxSpecError, SandboxStartError
+from sandboxes.channel_attachment import Patience
 from sandboxes.docker import DockerBackend
 from sandboxes.starting import StartLimits
 
@@ -239,7 +240,8 @@ async def test_removal_is_tried_again(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_is_away() -> None:
-    async with DockerBackend(deployment_id=DEPLOYMENT, docker_host="unix:///nowhere/docker.sock") as backend:
+    patience = Patience(reconnect_s=0.5)
+    async with DockerBackend(deployment_id=DEPLOYMENT, docker_host="unix:///nowhere/docker.sock", patience=patience) as backend:
         with pytest.raises(SandboxError, match="ROLLWAY_DOCKER_HOST"):
             await backend.ping()
         with pytest.raises(SandboxStartError):
@@ -251,7 +253,8 @@ async def test_a_silent_engine(tmp_path: Path) -> None:
     held: list[asyncio.StreamWriter] = []
     path = tmp_path / "silent.sock"
     async with await asyncio.start_unix_server(lambda _, writer: held.append(writer), path=path):
-        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=f"unix://{path}", answer_s=1.0) as backend:
+        patience = Patience(reconnect_s=2.0)
+        async with DockerBackend(deployment_id=DEPLOYMENT, docker_host=f"unix://{path}", answer_s=1.0, patience=patience) as backend:
             began = time.monotonic()
             with pytest.raises(SandboxError, match="within 1 s"):
                 await backend.attach("x")

@@ -115,8 +115,9 @@ class EngineAgent:
         used = {mount.get("Name") for each in await self._containers(OWNER_LABEL) for mount in each["Mounts"]}
         unused = {digest for digest in digests if f"{_NAME}-{digest}" not in used}
         for each in await self._containers(LABEL):
-            ours = each["Names"] and each["Names"][0].startswith((f"/{_PAUSE_NAME}-", f"/{PROBE_NAME}-"))
-            if ours and each["Labels"][LABEL] in unused:
+            name = each["Names"][0] if each["Names"] else ""
+            pause = name.startswith(f"/{_PAUSE_NAME}-") and each["Labels"][LABEL] in unused
+            if pause or name.startswith(f"/{PROBE_NAME}-"):
                 await self._removed(f"containers/{each['Id']}", force="1")
         for digest in (await self._volumes()).keys() & unused:
             await self._removed(f"volumes/{_NAME}-{digest}")

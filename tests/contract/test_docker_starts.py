@@ -14,7 +14,7 @@ import pytest_asyncio
 from sandboxes import agent_binary
 from sandboxes.base import SandboxFencedError, SandboxLostError, SandboxSpecError, SandboxStartError, SandboxUserError
 from sandboxes.docker import DockerBackend
-from sandboxes.docker_agent import LABEL, EngineAgent
+from sandboxes.docker_agent import LABEL, PROBE_NAME, EngineAgent
 from sandboxes.docker_engine import EngineError
 from tests.docker_images import changed_image, image_of, own_engine, tiny_program
 from tests.sandbox_backends import IMAGE, bash, docker_host, has_engine, named, spec
@@ -99,6 +99,16 @@ async def test_shared_parts_in_use_stay(backend: DockerBackend) -> None:
     other = await backend.create(spec(), name=named())
     assert backend.limits.counts.retried == retried, "another deployment's clean-up costs a start nothing"
     await asyncio.gather(sandbox.destroy(), other.destroy())
+
+
+async def test_a_probe_whose_worker_died_goes(backend: DockerBackend) -> None:
+    async with own_engine() as engine:
+        body = {"Image": IMAGE, "Cmd": ["none"], "Labels": {LABEL: "probe"}}
+        probe = f"{PROBE_NAME}-{named()}"
+        await engine.call("create", "POST", "containers/create", params={"name": probe}, body=body)
+        await backend.remove_shared()
+        filters = f'{{"name": ["{probe}"]}}'
+        assert await engine.call("list", "GET", "containers/json", params={"all": "1", "filters": filters}) == []
 
 
 async def test_what_an_older_version_left_goes_and_what_is_used_stays(backend: DockerBackend) -> None:

@@ -40,7 +40,7 @@ class Settings(BaseSettings):
 
     worker_rollouts: int = Field(default=64, ge=1, le=10_000, description="rollouts in flight in one worker")
     lease_s: float = Field(default=30.0, gt=1, description="a rollout's lease; renewed (and cancellations noticed) at a sixth of it")
-    max_attempts: int = Field(default=3, ge=1, description="attempts of one rollout before it fails; its group too, unless that may be short")
+    max_attempts: int = Field(default=3, ge=1, description="attempts of one rollout before it or its group fails")
     generate_timeout_s: float = Field(default=1800.0, gt=0, description="one generation call")
     worker_metrics_port: int | None = Field(default=None, ge=1, le=65535, description="Prometheus of a worker, on loopback")
     verify_concurrency: int = Field(default=16, ge=1, description="verifications at once in one worker")

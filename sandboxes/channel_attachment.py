@@ -24,6 +24,8 @@ class Patience:
     """For the agent's WELCOME."""
     reconnect_s: float = 30.0
     """For a connection, all tries together."""
+    paused_s: float = 300.0
+    """The same, while the sandbox is paused: somebody takes a snapshot of it."""
     tick_s: float = 5.0
     """An agent that is silent this long while it works is asked for a sign; after three times that the connection is given up."""
     slack_s: float = 30.0
@@ -116,7 +118,7 @@ class Attachment:
     async def _recover(self) -> None:
         """Connect, again and again within the patience; with pauses that grow until a call is answered, whatever the agent does."""
         now = asyncio.get_running_loop().time
-        until = now() + self._patience.reconnect_s
+        began = now()
         while True:
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s + _FIRST_PAUSE_S, _LAST_PAUSE_S)
@@ -125,18 +127,19 @@ class Attachment:
             except (SandboxLostError, SandboxFencedError):
                 raise
             except SandboxError as error:
-                await self._diagnose(error)
-                if now() + self._pause_s > until:
+                patience_s = self._patience.paused_s if await self._paused(error) else self._patience.reconnect_s
+                if now() + self._pause_s > began + patience_s:
                     raise
 
-    async def _diagnose(self, error: SandboxError) -> None:
-        """Ask the backend before a sandbox is called lost."""
+    async def _paused(self, error: SandboxError) -> bool:
+        """Ask the backend before a sandbox is called lost: whether it is only paused."""
         try:
             health = await self._line.health()
         except SandboxError:
-            return  # the backend is out of reach: it may come back within the patience
+            return False  # the backend is out of reach: it may come back within the patience
         if not health.alive:
             raise SandboxLostError(f"sandbox {self._line.id} is gone ({health.detail or error})", by_command=health.by_itself) from error
+        return health.paused
 
     async def _connect(self) -> None:
         link = Link(self._line.id, self._handle, self._broken)

@@ -73,9 +73,10 @@ class DockerLine:
         state = await self._state()
         if state is None:
             return Health(present=False, alive=False, detail="no such container")
-        alive = state["Running"]  # paused too: a snapshot is being taken
+        alive = state["Running"]  # paused too
         by_itself = not alive and (state["OOMKilled"] or state["ExitCode"] not in _FROM_OUTSIDE)
-        return Health(present=True, alive=alive, by_itself=by_itself, detail=f"{state['Status']}, exit code {state['ExitCode']}")
+        detail = f"{state['Status']}, exit code {state['ExitCode']}"
+        return Health(present=True, alive=alive, paused=state["Paused"], by_itself=by_itself, detail=detail)
 
     async def _state(self) -> dict[str, Any] | None:
         """As the engine tells it; None where the container is gone."""

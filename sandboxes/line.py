@@ -7,10 +7,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """`present`: the backend knows it. `alive`: its agent runs. `by_itself`: it died from something inside."""
+    """`present`: the backend knows it. `alive`: its agent runs, or is only `paused`. `by_itself`: it died from something inside."""
 
     present: bool
     alive: bool
+    paused: bool = False
     by_itself: bool = False
     detail: str = ""
 

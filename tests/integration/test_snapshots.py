@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.channel_attachment import Patience
 from sandboxes.docker import DockerBackend
 from service.journal import (
     AnyEntry,
@@ -29,7 +30,7 @@ from service.leases import Lease
 from service.progress import Progress
 from service.records import Message, SandboxFields, SnapshotFields, TaskSpec
 from tests.integration.test_worker import resources_of
-from tests.sandbox_backends import IMAGE, bash, has_engine, make
+from tests.sandbox_backends import IMAGE, bash, docker_host, has_engine, make
 from tests.store_stack import Stack, store_at
 from workers.attempt_sandbox import AttemptSandbox
 from workers.resources import Resources
@@ -215,14 +216,15 @@ async def test_one_that_fails_costs_no_more_than_itself(stack: Stack, qwen3_dir:
 
 
 async def test_a_worker_that_takes_over_while_a_snapshot_is_taken_waits_for_it(stack: Stack, qwen3_dir: Path) -> None:
-    """The engine stops a sandbox for that long; its silence is no death."""
-    async with scene(stack, qwen3_dir) as (attempt, backend, _):
+    """The engine stops a sandbox for that long, whatever the patience is with one that runs; its silence is no death."""
+    hasty = DockerBackend(deployment_id=DEPLOYMENT, docker_host=docker_host(), patience=Patience(connect_s=0.3, reconnect_s=0.5))
+    async with scene(stack, qwen3_dir) as (attempt, _, _), hasty:
         assert attempt.sandbox.live is not None
         box = attempt.sandbox.live
         await box.detach()
         subprocess.run(["docker", "pause", box.id], check=True, capture_output=True)
-        attaching = asyncio.create_task(backend.attach(box.id, fence=2**53, boot_id=box.boot_id))
-        await asyncio.sleep(1)
+        attaching = asyncio.create_task(hasty.attach(box.id, fence=2**53, boot_id=box.boot_id))
+        await asyncio.sleep(2)
         assert not attaching.done()
         subprocess.run(["docker", "unpause", box.id], check=True, capture_output=True)
         again = await attaching

@@ -10,7 +10,7 @@ from tests.e2e.stack import call, end, rule, running, spawn, task
 from tests.e2e.test_faults import docker
 from tests.e2e.test_main_path import assert_equals_record, containers, messages
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(150)]
 
 LONG = "I think about it for a while. " * 12
 POLICY: dict[str, Any] = {

@@ -165,6 +165,13 @@ class Batches:
         if reply["status"] == "gone" and reply["state"] == "acked":
             raise ConflictError(f"batch {batch_id} was acked; it cannot be handed back")
 
+    async def spoil(self, batch: BatchRecord, group_id: str, reason: str) -> None:
+        """A group of it cannot be exported: that one fails with `reason`, and the others are the first to be leased again. Idempotent."""
+        job = keys.JobKeys(batch.job_id)
+        sizes = [group.requested_size for group in batch.groups if group.group_id == group_id]
+        journals = job.journals(group_id, sizes[0])
+        await self._store.script("spoil")(job, [batch.batch_id, group_id, reason[:2000]], journals=journals)
+
     async def extend(self, batch_id: str, lease_s: float) -> float:
         """Hold it for `lease_s` from now; the unix time at which it runs out.
 

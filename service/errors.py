@@ -18,6 +18,7 @@
   + VerifierUnavailableError  a reward service is away or answers nonsense: infrastructure
   + TaskFaultError            the task itself is broken (its setup or verifier): the group fails with this reason
   + MisalignedTokensError     a bug of ours or a lying engine; never exported
+  + UnexportableError         a group whose journals must not be exported: it fails, the others of its batch are leased again
   + JournalError              a journal that this process cannot read: the attempt begins anew, nothing is guessed
   + StoreRefusedError         this Redis would lose data: refused at start, with the cure
   + PortRefusedError          nothing can listen there: refused at start, with the cure
@@ -131,6 +132,14 @@ class TaskFaultError(RollwayError):
 
 class MisalignedTokensError(RollwayError):
     """Ids, log-probabilities, versions and mask do not belong together."""
+
+
+class UnexportableError(RollwayError):
+    """A rollout of group `group_id` has a journal that must not be exported: the group fails with this reason."""
+
+    def __init__(self, message: str, *, group_id: str) -> None:
+        super().__init__(message)
+        self.group_id = group_id
 
 
 class JournalError(RollwayError):

@@ -16,7 +16,7 @@ import orjson
 from service import arrow
 from service.arrow import GroupHead
 from service.batches import BatchGroup, BatchRecord
-from service.errors import GoneError
+from service.errors import GoneError, JournalError, MisalignedTokensError, UnexportableError
 from service.groups import Groups, RolloutRecord
 from service.journal import decode
 from service.leases import Leases
@@ -117,7 +117,7 @@ def build_chunk(members: Sequence[Member], journals: Sequence[Sequence[bytes]], 
 
     Raises:
         GoneError: a journal is gone: the batch was acked, or its groups were leased again, while it was read.
-        MisalignedTokensError: a journal that must not be exported.
+        UnexportableError: a journal that must not be exported.
     """
     return [(member.group, build_member(member, journal, leased_at)) for member, journal in zip(members, journals, strict=True)]
 
@@ -126,14 +126,17 @@ def build_member(member: Member, journal: Sequence[bytes], leased_at: float) -> 
     rollout = member.rollout
     if not journal:
         raise GoneError(f"rollout {rollout.rollout_id} is no longer kept: its batch was acked, or has ended")
-    return build_trajectory(
-        [decode(entry) for entry in journal],
-        rollout_id=rollout.rollout_id,
-        index=rollout.index,
-        outcome=rollout.outcome or Outcome.COMPLETED,
-        ready_s=max(0.0, leased_at - rollout.ended_at) if rollout.ended_at else 0.0,
-        metadata=member.metadata,
-    )
+    try:
+        return build_trajectory(
+            [decode(entry) for entry in journal],
+            rollout_id=rollout.rollout_id,
+            index=rollout.index,
+            outcome=rollout.outcome or Outcome.COMPLETED,
+            ready_s=max(0.0, leased_at - rollout.ended_at) if rollout.ended_at else 0.0,
+            metadata=member.metadata,
+        )
+    except (JournalError, MisalignedTokensError) as error:
+        raise UnexportableError(f"journal: {rollout.rollout_id}: {error}", group_id=member.group.group_id) from error
 
 
 def batch_head(batch: BatchRecord) -> dict[str, Any]:

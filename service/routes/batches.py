@@ -1,7 +1,8 @@
 """Batches: leased to the trainer, sent as JSON or Arrow, acked, extended, released."""
 
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request
@@ -10,12 +11,14 @@ from starlette.responses import Response, StreamingResponse
 from service import arrow
 from service.batches import BatchRecord, NothingReady
 from service.bodies import read_as
-from service.errors import NotAcceptableError
+from service.errors import NotAcceptableError, UnavailableError, UnexportableError
 from service.export import JSON_MEDIA_TYPE
 from service.gateway import Gateway, GatewayDep, Post, PostDep, Tenant
 from service.problems import problem_responses
 from service.routes.answers import BatchAnswer, BatchStateAnswer, LeaseAnswer, LiveBatchesAnswer, answer, live_batch
 from service.routes.requests import BatchBody, EmptyBody, ExtendBody, takes
+
+logger = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1", tags=["batches"])
 
@@ -87,8 +90,12 @@ def accepted(request: Request) -> str:
 
 
 async def export(gateway: Gateway, batch: BatchRecord, media_type: str) -> Response:
-    """The batch's body as a stream. Its first piece is made here, so that what cannot be exported is refused with a status."""
-    pieces = gateway.exporter.arrow(batch) if media_type == arrow.MEDIA_TYPE else gateway.exporter.json(batch)
+    """The batch's body as a stream. Its first piece is made here, so that what cannot be exported is refused with a status.
+
+    Raises:
+        UnavailableError: a group could not be exported, and has failed.
+    """
+    pieces = sound(gateway, batch, gateway.exporter.arrow(batch) if media_type == arrow.MEDIA_TYPE else gateway.exporter.json(batch))
     first = await anext(pieces)
 
     async def stream() -> AsyncIterator[bytes]:
@@ -98,6 +105,19 @@ async def export(gateway: Gateway, batch: BatchRecord, media_type: str) -> Respo
                 yield piece
 
     return StreamingResponse(stream(), media_type=media_type)
+
+
+async def sound(gateway: Gateway, batch: BatchRecord, pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """`pieces`; a group whose journals are damaged fails once and for all, instead of coming back in every batch."""
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+    except UnexportableError as error:
+        await gateway.batches.spoil(batch, error.group_id, str(error))
+        logger.error("batch %s is handed back and group %s has failed: %s", batch.batch_id, error.group_id, error)
+        detail = f"group {error.group_id} cannot be exported and has failed ({error}); the others are ready again: ask once more"
+        raise UnavailableError(detail, retry_after_s=1.0) from error
 
 
 @router.get("/jobs/{job_id}/batches", summary="The live leases", responses={200: {"model": LiveBatchesAnswer}, **problem_responses(404)})

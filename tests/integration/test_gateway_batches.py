@@ -9,6 +9,8 @@ import pyarrow as pa
 import pytest
 
 from service.arrow import MEDIA_TYPE
+from service.journal import Extended, encode
+from service.keys import JobKeys
 from tests.gateway_play import finish, job_body, play, take_all, task_body, turns
 from tests.gateway_stack import RunningGateway
 
@@ -177,3 +179,20 @@ async def test_policy_acks_in_the_same_step(gateway: RunningGateway, client: htt
     assert (answer.status_code, answer.json()["counts"]["acked"], answer.json()["counts"]["charged"]) == (200, 2, 0)
     shown = (await client.get(f"/v1/rollouts/{batch['groups'][0]['group_id']}-r0?include=messages,samples")).json()
     assert (shown["state"], shown["messages"], shown["samples"]) == ("ended", None, None)
+
+
+@pytest.mark.parametrize("damage", [b"\xc1", encode(Extended(at=1.0, token_ids=b"123"))], ids=["undecodable", "half-an-id"])
+async def test_a_damaged_journal_fails_its_group_and_no_other(
+    gateway: RunningGateway, client: httpx.AsyncClient, job_id: str, damage: bytes
+) -> None:
+    await make_ready(gateway, client, job_id, 3)
+    hurt = f"{job_id}-g2"
+    await gateway.store.redis.lset(JobKeys(job_id).journal(f"{hurt}-r1"), 2, damage)
+    answer = await lease(client, job_id, 2, key="k")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert hurt in answer.json()["detail"]
+    group = (await client.get(f"/v1/jobs/{job_id}/groups/{hurt}")).json()
+    assert (group["state"], group["reason"].startswith(f"journal: {hurt}-r1: ")) == ("failed", True)
+    batch = (await lease(client, job_id, 2, key="k")).json()
+    assert [group["group_id"] for group in batch["groups"]] == [f"{job_id}-g1", f"{job_id}-g3"]
+    assert (await client.get(f"/v1/jobs/{job_id}")).json()["counts"]["charged"] == 2

@@ -243,7 +243,7 @@ class Channel:
             for start in range(0, len(piece), _PIECE_BYTES):
                 if not await call.outgoing.room():
                     return
-                call.outgoing.feed(piece[start : start + _PIECE_BYTES])
+                call.outgoing.feed(memoryview(piece)[start : start + _PIECE_BYTES])
                 self._push(call)
         call.outgoing.end()
         self._push(call)

@@ -20,6 +20,7 @@ from sandboxes.frames import (
     encode,
     encode_message,
     pack_stdin,
+    parts,
 )
 
 _GRANT_BYTES = DATA_WINDOW_BYTES // 4
@@ -48,11 +49,12 @@ class Outgoing:
     def take(self) -> list[bytes]:
         """The payloads that may be sent now."""
         stop, payloads = min(self._limit, self._base + len(self._buffer)), list[bytes]()
-        while self._sent < stop:
-            start = self._sent - self._base
-            piece = bytes(self._buffer[start : min(start + STDIN_PIECE_BYTES, stop - self._base)])
-            payloads.append(pack_stdin(self._sent, piece))
-            self._sent += len(piece)
+        with memoryview(self._buffer) as held:
+            while self._sent < stop:
+                start = self._sent - self._base
+                with held[start : min(start + STDIN_PIECE_BYTES, stop - self._base)] as piece:
+                    payloads.append(pack_stdin(self._sent, piece))
+                    self._sent += len(piece)
         if self._ended and not self._ended_sent and self._sent == self._base + len(self._buffer):
             payloads.append(pack_stdin(self._sent, b""))
             self._ended_sent = True
@@ -189,7 +191,7 @@ class Call:
     def stdin(self, channel: int) -> bytes:
         """The frames of stdin that may be sent now."""
         assert self.outgoing is not None
-        return b"".join([encode(Type.STDIN, channel, self.id, payload) for payload in self.outgoing.take()])
+        return b"".join([part for payload in self.outgoing.take() for part in parts(Type.STDIN, channel, self.id, payload)])
 
     def rewind(self) -> None:
         """On a new connection: what came of the answer is asked for again."""

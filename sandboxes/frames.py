@@ -23,7 +23,7 @@ PREAMBLE: Final = bytes(HEADER_BYTES + MAX_PAYLOAD_BYTES)
 MORE: Final = 1
 DURABLE: Final = 2
 
-STDIN_WINDOW_BYTES: Final = 262_144
+STDIN_WINDOW_BYTES: Final = 1_048_576
 STDIN_PIECE_BYTES: Final = MAX_PAYLOAD_BYTES - 8
 DATA_WINDOW_BYTES: Final = 1_048_576
 
@@ -242,8 +242,13 @@ def _magic_from(data: bytes, at: int) -> int:
 
 def encode(kind: int, channel: int, call: int = 0, payload: bytes = b"", flags: int = 0) -> bytes:
     """One frame. The payload is at most `MAX_PAYLOAD_BYTES`."""
+    return b"".join(parts(kind, channel, call, payload, flags))
+
+
+def parts(kind: int, channel: int, call: int, payload: bytes, flags: int = 0) -> tuple[bytes, bytes, bytes]:
+    """One frame, not put together: large payloads are copied once, with all that goes out at once."""
     head = _HEAD.pack(MAGIC, kind, flags, 0, channel, call, len(payload))
-    return b"".join((head, _CRC.pack(zlib.crc32(payload, zlib.crc32(head))), payload))
+    return head, _CRC.pack(zlib.crc32(payload, zlib.crc32(head))), payload
 
 
 def encode_message(kind: int, channel: int, call: int, payload: bytes, flags: int = 0) -> bytes:
@@ -317,8 +322,8 @@ def pack_configure(*, disk_mib: int, inodes: int, user: str, workdir: str, env: 
     return b"".join((_CONFIGURE.pack(disk_mib, inodes), _strings((user, workdir)), _U32.pack(len(pairs)), _strings(pairs)))
 
 
-def pack_stdin(offset: int, data: bytes) -> bytes:
-    return _U64.pack(offset) + data
+def pack_stdin(offset: int, data: bytes | memoryview) -> bytes:
+    return b"".join((_U64.pack(offset), data))
 
 
 def pack_credit(count: int) -> bytes:

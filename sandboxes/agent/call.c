@@ -169,8 +169,10 @@ int call_run(uint64_t id, bool durable, uint8_t *payload, size_t length) {
     return 0;
 }
 
+static struct source *stdin_of(struct call *call) { return call->job != NULL && call->kind != KIND_SESSION ? &call->job->in : NULL; }
+
 void call_feed(struct call *call) {
-    feed_write(&call->feed, call->job != NULL && call->kind != KIND_SESSION ? &call->job->in : NULL);
+    feed_write(&call->feed, stdin_of(call));
     if (!call->feed.ended && call->feed.written + STDIN_WINDOW - call->feed.allowed >= STDIN_WINDOW / 4)
         send_allowed(call);
 }
@@ -181,7 +183,7 @@ int call_stdin(uint64_t id, const uint8_t *payload, uint32_t length) {
         return ERROR_BAD_REQUEST;
     if (call == NULL || call->done || call->kind == KIND_SESSION) /* it ended meanwhile: nobody reads any more */
         return 0;
-    if (!feed_add(&call->feed, get64(payload), payload + 8, length - 8))
+    if (!feed_add(&call->feed, get64(payload), payload + 8, length - 8, stdin_of(call)))
         return ERROR_BAD_REQUEST;
     call_feed(call);
     return 0;

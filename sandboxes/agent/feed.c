@@ -13,6 +13,8 @@ static size_t held(const struct feed *feed) { return (size_t)(feed->accepted - f
 
 static bool make_room(struct feed *feed, size_t count) {
     size_t length = held(feed);
+    if (feed->start + length + count <= feed->size)
+        return true;
     if (feed->start > 0) {
         memmove(feed->bytes, feed->bytes + feed->start, length);
         feed->start = 0;
@@ -29,7 +31,19 @@ static bool make_room(struct feed *feed, size_t count) {
     return true;
 }
 
-bool feed_add(struct feed *feed, uint64_t offset, const uint8_t *bytes, size_t count) {
+/* What the pipe takes at once need not be held. */
+static size_t pass_on(struct feed *feed, const uint8_t *bytes, size_t count, const struct source *pipe) {
+    if (held(feed) > 0 || pipe == NULL || pipe->fd < 0)
+        return 0;
+    ssize_t passed = write(pipe->fd, bytes, count);
+    if (passed <= 0)
+        return 0;
+    feed->accepted += (uint64_t)passed;
+    feed->written = feed->accepted;
+    return (size_t)passed;
+}
+
+bool feed_add(struct feed *feed, uint64_t offset, const uint8_t *bytes, size_t count, const struct source *pipe) {
     if (offset > feed->accepted)
         return false;
     uint64_t known = feed->accepted - offset;
@@ -41,7 +55,14 @@ bool feed_add(struct feed *feed, uint64_t offset, const uint8_t *bytes, size_t c
         return true;
     bytes += known;
     count -= (size_t)known;
-    if (feed->ended || held(feed) + count > STDIN_WINDOW || !make_room(feed, count))
+    if (feed->ended || held(feed) + count > STDIN_WINDOW)
+        return false;
+    size_t passed = pass_on(feed, bytes, count, pipe);
+    bytes += passed;
+    count -= passed;
+    if (count == 0)
+        return true;
+    if (!make_room(feed, count))
         return false;
     memcpy(feed->bytes + feed->start + held(feed), bytes, count);
     feed->accepted += count;

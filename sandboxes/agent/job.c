@@ -5,12 +5,14 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "call.h"
 #include "memory.h"
 #include "session.h"
+#include "spare.h"
 #include "tree.h"
 
 enum {
@@ -41,6 +43,8 @@ static void job_unlink(struct job *job) {
 }
 
 static bool is_supervisor(pid_t pid) {
+    if (spare_is(pid))
+        return true;
     for (struct job *job = first; job != NULL; job = job->next)
         if (job->pid == pid)
             return true;
@@ -127,29 +131,46 @@ static void in_ready(struct source *source, uint32_t events) {
         source_close(source);
 }
 
-/* The report, once. */
-static bool read_report(struct job *job) {
-    if (job->status.fd < 0 || read(job->status.fd, &job->report, sizeof job->report) != sizeof job->report)
+/* The next report; the first one is the one that counts. False when none is there, at the end too. */
+static bool read_report(struct job *job, bool *idle) {
+    struct report said;
+    if (job->status.fd < 0 || recv(job->status.fd, &said, sizeof said, MSG_DONTWAIT) != sizeof said)
         return false;
+    if (!job->reported)
+        job->report = said;
     job->reported = true;
-    source_close(&job->status);
+    *idle = said.idle;
     return true;
+}
+
+static void job_reaped(struct job *job, int status);
+
+/* All that it started is dead, and its supervisor waits for more. One that a kill is under way to may not live to do it. */
+static void job_idle(struct job *job) {
+    int socket = job->killing ? -1 : source_take(&job->status);
+    pid_t pid = job->pid;
+    job_reaped(job, 0);
+    if (socket >= 0)
+        spare_keep(pid, socket);
 }
 
 static void status_ready(struct source *source, uint32_t events) {
     struct job *job = owner_of(source, struct job, status);
+    bool first = !job->reported, idle = false;
     (void)events;
-    if (!read_report(job)) {
+    if (!read_report(job, &idle)) {
         source_want(source, 0); /* the supervisor is gone; SIGCHLD follows */
         return;
     }
-    if (job->killing)
-        return;
-    job_drain(job);
-    if (job->session != NULL)
-        session_shell_ended(job->session);
-    else if (job->call != NULL)
-        call_reported(job->call, &job->report);
+    if (first && !job->killing) {
+        job_drain(job);
+        if (job->session != NULL)
+            session_shell_ended(job->session);
+        else if (job->call != NULL)
+            call_reported(job->call, &job->report);
+    }
+    if (idle)
+        job_idle(job);
 }
 
 void job_leave(struct job *job) {
@@ -174,7 +195,7 @@ void job_leave(struct job *job) {
 }
 
 struct pipes {
-    int in[2], out[2], err[2], status[2], control[2];
+    int in[2], out[2], err[2], control[2];
 };
 
 static void close_pair(int pair[2], int which) {
@@ -186,14 +207,13 @@ static void close_side(struct pipes *pipes, bool ours) {
     close_pair(pipes->in, ours);
     close_pair(pipes->out, !ours);
     close_pair(pipes->err, !ours);
-    close_pair(pipes->status, !ours);
     close_pair(pipes->control, !ours);
 }
 
 static bool make_pipes(struct pipes *pipes, bool control) {
-    *pipes = (struct pipes){{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}};
+    *pipes = (struct pipes){{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}};
     if (pipe2(pipes->in, O_CLOEXEC) == 0 && pipe2(pipes->out, O_CLOEXEC) == 0 && pipe2(pipes->err, O_CLOEXEC) == 0 &&
-        pipe2(pipes->status, O_CLOEXEC) == 0 && (!control || pipe2(pipes->control, O_CLOEXEC) == 0))
+        (!control || pipe2(pipes->control, O_CLOEXEC) == 0))
         return true;
     int reason = errno;
     close_side(pipes, true);
@@ -207,12 +227,12 @@ static bool watch(struct source *source, int fd, uint32_t events, source_handler
     return source_open(source, fd, events, ready) == 0;
 }
 
-static void watch_pipes(struct job *job, const struct pipes *pipes, source_handler *control) {
+static void watch_pipes(struct job *job, const struct pipes *pipes, int status, source_handler *control) {
     job->control.fd = -1;
     watch(&job->in, pipes->in[1], 0, in_ready); /* what cannot be watched is closed: the call ends by its time, or its process */
     watch(&job->out, pipes->out[0], EPOLLIN, out_ready);
     watch(&job->err, pipes->err[0], EPOLLIN, err_ready);
-    watch(&job->status, pipes->status[0], EPOLLIN, status_ready);
+    source_open(&job->status, status, EPOLLIN, status_ready);
     if (control != NULL)
         watch(&job->control, pipes->control[0], EPOLLIN, control);
     if (job->kind >= KIND_PACK) { /* many bytes pass: fewer turns */
@@ -239,12 +259,12 @@ struct job *job_start(const struct run_request *request, char **env, bool home_g
         .in = pipes.in[0],
         .out = pipes.out[1],
         .err = pipes.err[1],
-        .status = pipes.status[1],
         .control = pipes.control[1],
         .script = script_fd,
     };
     job->kind = request->kind;
-    job->pid = spawn_start(&spawn);
+    int status = -1;
+    job->pid = spawn_start(&spawn, &status);
     int reason = errno;
     close_side(&pipes, false);
     if (job->pid < 0) {
@@ -253,7 +273,7 @@ struct job *job_start(const struct run_request *request, char **env, bool home_g
         errno = reason;
         return NULL;
     }
-    watch_pipes(job, &pipes, control);
+    watch_pipes(job, &pipes, status, control);
     job_link(job);
     return job;
 }
@@ -309,6 +329,7 @@ static void kill_strays(void) {
 
 void jobs_kill_all(void) {
     bool at_once = getpid() == 1;
+    spare_drop();
     if (at_once)
         kill(-1, SIGKILL);
     for (struct job *job = first; job != NULL; job = job->next)
@@ -327,7 +348,8 @@ bool jobs_all_dead(void) {
 }
 
 static void job_reaped(struct job *job, int status) {
-    if (!job->reported && !read_report(job)) {
+    bool idle;
+    if (!job->reported && !read_report(job, &idle)) {
         if (WIFSIGNALED(status))
             job->report = (struct report){.how = HOW_SIGNALLED, .code = WTERMSIG(status)};
         else
@@ -353,17 +375,20 @@ static void job_reaped(struct job *job, int status) {
 
 void jobs_reap(void) {
     int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;)
+    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
+        spare_reaped(pid);
         for (struct job *job = first; job != NULL; job = job->next)
             if (job->pid == pid) {
                 job_reaped(job, status);
                 break;
             }
+    }
     if (strays_expected)
         kill_strays();
 }
 
 void jobs_tick(int64_t now) {
+    spare_tick(now);
     if (strays_expected && strays_again_us <= now)
         kill_strays();
     for (struct job *job = first; job != NULL; job = job->next)
@@ -374,7 +399,7 @@ void jobs_tick(int64_t now) {
 }
 
 int64_t jobs_deadline(void) {
-    int64_t next = strays_expected ? strays_again_us : 0;
+    int64_t next = earlier(spare_deadline(), strays_expected ? strays_again_us : 0);
     for (struct job *job = first; job != NULL; job = job->next)
         if (job->killing)
             next = earlier(next, job->kill_again_us);

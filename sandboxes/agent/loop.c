@@ -51,6 +51,13 @@ void source_close(struct source *source) {
     source->fd = -1;
 }
 
+int source_take(struct source *source) {
+    int fd = source->fd;
+    source_want(source, 0);
+    source->fd = -1;
+    return fd;
+}
+
 static int wait_ms(int64_t deadline_us) {
     if (deadline_us == 0)
         return -1;

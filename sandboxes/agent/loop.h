@@ -26,6 +26,9 @@ void source_want(struct source *source, uint32_t events);
 /* Closes the descriptor. Does nothing where there is none. */
 void source_close(struct source *source);
 
+/* Watches the descriptor no more and gives it back, open. */
+int source_take(struct source *source);
+
 /* Waits at most until `deadline_us` (0: for ever) and calls the handlers of what is ready. */
 void loop_turn(int64_t deadline_us);
 

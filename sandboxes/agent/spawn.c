@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,6 +17,7 @@
 #include "files.h"
 #include "frame.h"
 #include "harden.h"
+#include "spare.h"
 #include "user.h"
 
 enum { STATUS_FD = 3, FILES_MAX = 16384 };
@@ -33,14 +35,15 @@ void spawn_prepare(void) {
     files_raised = setrlimit(RLIMIT_NOFILE, &more) == 0;
 }
 
-static void report(struct report said) { (void)!write(STATUS_FD, &said, sizeof said); }
+static void report(struct report said) { (void)!send(STATUS_FD, &said, sizeof said, MSG_NOSIGNAL); }
 
 static _Noreturn void report_failure(struct report said) {
     report(said);
     _exit(127);
 }
 
-/* The kernel is to take the sandbox's processes before the agent when memory runs out. Needs no privilege: it only goes up. */
+/* The kernel is to take the sandbox's processes before the agent when memory runs out. Needs no privilege: it only goes up. Commands
+ * inherit it from their supervisor, which is the smallest of them. */
 static void offer_to_oom_killer(void) {
     int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
     if (fd < 0)
@@ -87,9 +90,6 @@ static int execute(char **argv, char **env) {
 static _Noreturn void become_command(const struct spawn *spawn, const struct user *user) {
     sigset_t none;
     setsid();
-    offer_to_oom_killer();
-    if (files_raised)
-        setrlimit(RLIMIT_NOFILE, &files_before);
     if (user_become(user) != 0)
         report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_USER, .code = errno});
     if (harden_child() != 0)
@@ -115,9 +115,9 @@ static void close_range_or_each(unsigned first, unsigned last) {
         close((int)fd);
 }
 
-/* Puts the pipes to 0, 1 and 2, the status to STATUS_FD, what a lasting shell needs to CONTROL_FD and SCRIPT_FD, and closes all else: a supervisor must not hold
+/* Puts the pipes to 0, 1 and 2, the socket to STATUS_FD, what a lasting shell needs to CONTROL_FD and SCRIPT_FD, and closes all else: a supervisor must not hold
  * the other calls' pipes open. */
-static int place_descriptors(const struct spawn *spawn) {
+static int place_descriptors(const struct spawn *spawn, int status) {
     int control = spawn->control >= 0 ? fcntl(spawn->control, F_DUPFD, SCRIPT_FD + 1) : -1;
     int script = spawn->script >= 0 ? fcntl(spawn->script, F_DUPFD, SCRIPT_FD + 1) : -1;
     if ((spawn->control >= 0 && control < 0) || (spawn->script >= 0 && script < 0))
@@ -125,7 +125,7 @@ static int place_descriptors(const struct spawn *spawn) {
     dup2(spawn->in, 0);
     dup2(spawn->out, 1);
     dup2(spawn->err, 2);
-    if (spawn->status != STATUS_FD && dup3(spawn->status, STATUS_FD, O_CLOEXEC) < 0)
+    if (status != STATUS_FD && dup3(status, STATUS_FD, O_CLOEXEC) < 0)
         return -1;
     unsigned rest = STATUS_FD + 1;
     if (control >= 0) {
@@ -164,24 +164,26 @@ static void set_home(char **env, const struct user *user) {
     *env = home;
 }
 
-/* Waits for all that ever descends from here; reports how the command itself ended. Ends when nothing is left. */
-static _Noreturn void wait_for_all(pid_t command) {
-    for (;;) {
-        int status;
-        pid_t pid = wait4(-1, &status, 0, NULL);
-        if (pid < 0 && errno == ECHILD)
-            _exit(0);
-        if (pid != command)
-            continue;
-        if (WIFEXITED(status))
-            report((struct report){.how = HOW_EXITED, .code = WEXITSTATUS(status)});
-        else
-            report((struct report){.how = HOW_SIGNALLED, .code = WTERMSIG(status)});
-        close(STATUS_FD);
+/* Waits for all that descends from here; reports how the command itself ended, and when nothing is left. */
+static void wait_for_all(pid_t command) {
+    struct report last = {.idle = 1};
+    int status, block = 0;
+    for (pid_t pid; (pid = wait4(-1, &status, block, NULL)) >= 0 || errno == EINTR;) {
+        if (pid == 0) { /* the command left something behind */
+            report(last);
+            block = 0;
+            last = (struct report){.idle = 1};
+        } else if (pid == command) {
+            last.how = WIFEXITED(status) ? HOW_EXITED : HOW_SIGNALLED;
+            last.code = WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status);
+            last.idle = 0;
+            block = WNOHANG; /* mostly nothing is: one message then says both */
+        }
     }
+    last.idle = 1;
+    report(last);
 }
 
-/* `read` follows links, which a user may make to what it cannot read itself: it reads with that user's rights. */
 static _Noreturn void move_files(const struct spawn *spawn, const struct user *user) {
     if (spawn->kind == KIND_READ && (user_become(user) != 0 || harden_child() != 0))
         report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_USER, .code = errno});
@@ -194,18 +196,13 @@ static _Noreturn void move_files(const struct spawn *spawn, const struct user *u
     _exit(0);
 }
 
-static _Noreturn void supervise(const struct spawn *spawn) {
+/* With its pipes at 0, 1 and 2. Returns when all that the command started is dead. */
+static void supervise_one(const struct spawn *spawn) {
     static struct user user;
-    sigset_t all;
-    sigfillset(&all);
-    sigprocmask(SIG_SETMASK, &all, NULL); /* what the sandbox sends to its every process does not end supervisors */
-    if (place_descriptors(spawn) != 0)
-        _exit(1);
     if (!user_find(&user, spawn->user))
         report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_USER, .code = ENOENT});
     if (spawn->kind >= KIND_PACK)
         move_files(spawn, &user);
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     give_pipes(spawn, &user);
     if (!spawn->home_given && *spawn->user != '\0')
         set_home(spawn->env, &user);
@@ -213,13 +210,49 @@ static _Noreturn void supervise(const struct spawn *spawn) {
     if (command < 0)
         report_failure((struct report){.how = HOW_NOT_STARTED, .failed = ERROR_NO_PROCESS, .code = errno});
     close_range_or_each(0, 2);
-    close_range_or_each(CONTROL_FD, SCRIPT_FD);
+    if (spawn->control >= 0 || spawn->script >= 0)
+        close_range_or_each(CONTROL_FD, SCRIPT_FD);
     wait_for_all(command);
 }
 
-pid_t spawn_start(const struct spawn *spawn) {
-    pid_t pid = fork();
+/* What holds for all that it ever starts. */
+static void prepare_supervisor(void) {
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    offer_to_oom_killer();
+    if (files_raised)
+        setrlimit(RLIMIT_NOFILE, &files_before);
+}
+
+static _Noreturn void supervise(const struct spawn *spawn, int status) {
+    static struct spawn next;
+    sigset_t all;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, NULL); /* what the sandbox sends to its every process does not end supervisors */
+    if (place_descriptors(spawn, status) != 0)
+        _exit(1);
+    if (spawn->kind < KIND_PACK)
+        prepare_supervisor();
+    supervise_one(spawn);
+    while (spare_receive(STATUS_FD, &next))
+        supervise_one(&next);
+    _exit(0);
+}
+
+pid_t spawn_start(const struct spawn *spawn, int *status) {
+    int pair[2];
+    pid_t pid = spare_send(spawn, status);
+    if (pid > 0)
+        return pid;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0)
+        return -1;
+    pid = fork();
     if (pid == 0)
-        supervise(spawn);
+        supervise(spawn, pair[1]);
+    int reason = errno;
+    close(pair[1]);
+    if (pid < 0)
+        close(pair[0]);
+    *status = pair[0];
+    errno = reason;
     return pid;
 }

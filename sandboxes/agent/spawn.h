@@ -1,6 +1,6 @@
 /* The processes that the agent starts. Each call has a supervisor: a fork of the agent that adopts whatever its command leaves behind
  * (PR_SET_CHILD_SUBREAPER), so that a call's processes are exactly the descendants of its supervisor, session leaders and daemons
- * included. It lives as long as any of them. */
+ * included. It lives as long as any of them, and after that may take the next call: a fork less. */
 #ifndef ROLLWAY_SPAWN_H
 #define ROLLWAY_SPAWN_H
 
@@ -17,7 +17,7 @@ struct spawn {
     char **argv, **env;
     const char *user, *workdir;
     bool home_given; /* HOME was asked for; else a user's own is set */
-    int in, out, err, status;
+    int in, out, err;
     int control, script; /* or -1 */
 };
 
@@ -25,16 +25,19 @@ enum { KIND_EXEC, KIND_SESSION, KIND_PACK, KIND_UNPACK, KIND_READ, KIND_WRITE, K
 
 enum how { HOW_EXITED, HOW_SIGNALLED, HOW_NOT_STARTED };
 
-/* What a supervisor reports, once, over the status pipe. A pipe takes so few bytes as a whole. */
+/* What a supervisor reports over its status socket: the first one says how the command ended, one with `idle` that all it left behind is
+ * dead too. */
 struct report {
     uint8_t how;
     uint8_t failed; /* 0, or the code of an ERROR: nothing was run */
-    uint16_t no_workdir; /* not started since the working directory cannot be entered */
+    uint8_t no_workdir; /* not started since the working directory cannot be entered */
+    uint8_t idle;
     int32_t code;
 };
 
-/* Forks the supervisor; its pid, or -1 with errno. The descriptors in `spawn` stay the caller's to close. */
-pid_t spawn_start(const struct spawn *spawn);
+/* Has a supervisor do it, the spare one where it can; its pid, or -1 with errno. `status` is the agent's end of its socket. The descriptors
+ * in `spawn` stay the caller's to close. */
+pid_t spawn_start(const struct spawn *spawn, int *status);
 
 /* Raises the limit of open files for the agent itself; what it starts gets the old one. Once, at the start. */
 void spawn_prepare(void);

@@ -231,3 +231,40 @@ def test_a_session_needs_a_shell(attached: Attacher) -> None:
     with pytest.raises(Refused) as refused:
         attached.session("true", shell="no-such-shell", name="none")
     assert refused.value.code == Refusal.NO_SHELL
+
+
+# The supervisor that waits for the next call.
+
+
+def _supervisor(attached: Attacher) -> int:
+    return int(attached.run(["sh", "-c", "echo $PPID"]).stdout.head)
+
+
+def test_calls_one_after_the_other_share_a_supervisor_and_nothing_else(attached: Attacher) -> None:
+    first = attached.run(["sh", "-c", "cat; echo $PPID; cd /; export LEAK=1; ulimit -n 32"], stdin=b"one\n")
+    second = attached.run(["sh", "-c", "cat; echo $PPID$LEAK; ulimit -n"], stdin=b"two\n", env={"OWN": "1"})
+    (one, parent), (two, again, files) = first.stdout.head.split(), second.stdout.head.split()
+    assert (one, two, parent) == (b"one", b"two", again)
+    assert files != b"32"
+
+
+def test_a_spare_supervisor_that_was_killed_or_stopped_costs_no_call(attached: Attacher) -> None:
+    for number in (9, 19):
+        parent = _supervisor(attached)
+        attached.run(["sh", "-c", f"(sleep 0.1; kill -{number} {parent}) >/dev/null 2>&1 &"])
+        time.sleep(0.3)
+        assert attached.run(["sh", "-c", "exit 5"]).code == 5
+
+
+def test_a_supervisor_with_something_left_behind_takes_no_other_call(attached: Attacher) -> None:
+    busy = int(attached.run(["sh", "-c", "sleep 30 >/dev/null 2>&1 & echo $PPID"]).stdout.head)
+    assert _supervisor(attached) != busy
+    attached.send(Type.KILL_ALL, 7)
+    attached.expect(Type.DONE)
+    assert attached.run(["sh", "-c", "exit 6"]).code == 6
+
+
+def test_a_call_too_large_to_be_handed_over_gets_a_supervisor_of_its_own(attached: Attacher) -> None:
+    for size in (10_000, 20_000, 100_000):
+        assert attached.run(["sh", "-c", 'printf %s "$1" | wc -c', "sh", "x" * size]).stdout.head.strip() == str(size).encode()
+    assert attached.run(["true", *["x"] * 5000]).code == 0

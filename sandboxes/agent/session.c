@@ -145,8 +145,9 @@ static const char *reach_target(const struct session *session) {
 }
 
 /* The script runs through eval, within one command that the shell has read to its end before it starts: nothing that the script reads,
- * nor an error of its syntax, touches what comes next. `\command` keeps aliases and functions of the script out, and dash alive. Its status
- * and the shell's flags come over the control pipe behind a number that no earlier script knew. */
+ * nor an error of its syntax, touches what comes next; the empty line before is for bash, which after a quote that was never closed would
+ * take what follows as arguments. `\command` keeps aliases and functions of the script out, and dash alive. Its status and the shell's
+ * flags come over the control pipe behind a number that no earlier script knew. */
 static bool write_line(struct session *session, const struct text *script) {
     struct text *line = &session->unread;
     char end[256];
@@ -154,8 +155,8 @@ static bool write_line(struct session *session, const struct text *script) {
     snprintf(end, sizeof end, " </dev/null; { \\command printf '%%s %%d %%s.\\n' %s \"$?\" \"$-\" >%s; \\command set +xv; } 2>/dev/null; }\n",
              session->nonce, reach_target(session));
     if (session->script_fd >= 0 && store_script(session->script_fd, script))
-        return text_add(line, "{ IFS= \\command read -r -d '' __rollway_script <&251 && \\command eval \"$__rollway_script\"") && text_add(line, end);
-    return text_add(line, "{ \\command eval '") && text_add_quoted(line, script->bytes) && text_add(line, "'") && text_add(line, end);
+        return text_add(line, "\n{ IFS= \\command read -r -d '' __rollway_script <&251 && \\command eval \"$__rollway_script\"") && text_add(line, end);
+    return text_add(line, "\n{ \\command eval '") && text_add_quoted(line, script->bytes) && text_add(line, "'") && text_add(line, end);
 }
 
 static bool write_script(struct session *session, const struct run_request *request) {

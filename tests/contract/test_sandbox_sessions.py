@@ -35,6 +35,18 @@ async def test_jobs_and_open_files_last(live: Sandbox, shell: str) -> None:
     assert told.stdout == b"rc=0\none\ntwo\n"
 
 
+@both_shells
+@pytest.mark.parametrize(
+    "script", ["echo '", 'echo "', "echo `", "echo $(", "echo \\", "# \\", "cat <<E\nx", "if true", "{ echo", "echo; }", "f() {"]
+)
+async def test_what_does_not_parse_costs_its_own_call_alone(live: Sandbox, shell: str, script: str) -> None:
+    name = named()
+    await bash(live, "x=kept", session=name, shell=shell)
+    await bash(live, script, session=name, shell=shell)
+    told = await bash(live, "echo $x; (exit 6)", session=name, shell=shell)
+    assert (told.stdout, told.stderr, told.exit_code) == (b"kept\n", b"", 6)
+
+
 async def test_a_script_that_never_ran_is_no_success(live: Sandbox) -> None:
     name = named()
     await bash(live, "exec 251<&-", session=name)

@@ -257,7 +257,8 @@ class Fleet:
         )
 
     async def remove(self, container_id: str) -> None:
-        await self.engine.containers.container(container_id).delete(force=True)
+        async with self._starting:
+            await self.engine.containers.container(container_id).delete(force=True)
 
     def name(self) -> str:
         self._count += 1

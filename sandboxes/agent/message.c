@@ -61,7 +61,8 @@ static int append(struct message *message, const struct frame *frame) {
         message->bytes = made;
         message->size = size;
     }
-    memcpy(message->bytes + message->length, frame->payload, frame->length);
+    if (frame->length > 0)
+        memcpy(message->bytes + message->length, frame->payload, frame->length);
     message->length = length;
     return 0;
 }

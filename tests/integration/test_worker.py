@@ -37,7 +37,7 @@ async def stack(empty_redis_url: str) -> AsyncIterator[Stack]:
 async def resources_of(stack: Stack, tokenizer: Path, **backends: Any) -> AsyncIterator[Resources]:
     settings = Settings(redis_url=SecretStr(stack.store.url), tokenizer_roots=[tokenizer.parent], lease_s=1.5, grace_s=1.0)
     async with JobContexts(settings, stack.jobs) as contexts, aiohttp.ClientSession() as http:
-        yield Resources(
+        resources = Resources(
             settings=settings,
             worker="w1",
             deployment_id="test",
@@ -49,6 +49,11 @@ async def resources_of(stack: Stack, tokenizer: Path, **backends: Any) -> AsyncI
             verifying=asyncio.Semaphore(1),
             stopping=asyncio.Event(),
         )
+        try:
+            yield resources
+        finally:
+            for backend in backends.values():
+                await backend.aclose()
 
 
 class StuckBackend(DockerBackend):
@@ -152,7 +157,6 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
         assert (again.expiries, again.attempt, again.resumed) == (0, 1, True)
         backend.cleaned.set()
         await asyncio.sleep(0.1)
-    await backend.aclose()
 
 
 TOOL_TASK = TaskSpec(task_id="t", messages=[Message(role="user", content="hi")], tools=["bash"])

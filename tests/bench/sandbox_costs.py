@@ -12,7 +12,7 @@ _DAEMONS = ("dockerd", "containerd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """CPU seconds. `inside_s`: of the containers' first processes and what they reaped; `machine_s`: all that was busy, whoever it was."""
+    """CPU seconds. `inside_s`: of all in the containers; `machine_s`: all that was busy, whoever it was."""
 
     client_s: float = 0.0
     daemons_s: float = 0.0
@@ -34,8 +34,8 @@ class Meter:
     """Runs from when it is made; `read` gives what was used since: of shims and insides those of `container_ids` alone."""
 
     def __init__(self, container_ids: Iterable[str] = ()) -> None:
-        shims = shims_of(container_ids)
-        self._daemons, self._inside = _used([*daemons(), *shims]), _used(first_processes(shims))
+        self._shims = shims_of(container_ids)
+        self._daemons, self._inside_s = _used([*daemons(), *self._shims]), _inside_s(self._shims)
         self._machine_s, self._client_s, self._wall_s = _machine_s(), time.process_time(), time.perf_counter()
 
     def read(self) -> Cpu:
@@ -44,7 +44,7 @@ class Meter:
         return Cpu(
             client_s=client_s - self._client_s,
             daemons_s=_since(self._daemons),
-            inside_s=_since(self._inside),
+            inside_s=_inside_s(self._shims) - self._inside_s,
             machine_s=machine_s - self._machine_s,
             wall_s=wall_s - self._wall_s,
         )
@@ -60,10 +60,15 @@ def shims_of(container_ids: Iterable[str]) -> list[psutil.Process]:
     return [process for process in shims if wanted.intersection(_arguments(process))]
 
 
-def first_processes(shims: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Their children: each container's first process."""
-    parents = {shim.pid for shim in shims}
-    return [process for process in psutil.process_iter(["ppid"]) if process.info["ppid"] in parents]
+def _inside_s(shims: Iterable[psutil.Process]) -> float:
+    """Of all that lives below them, with what that reaped: the dead are in the sum of their parents, whenever they died."""
+    found = list(psutil.process_iter(["ppid"]))
+    below = {shim.pid for shim in shims}
+    inside: list[psutil.Process] = []
+    while children := [process for process in found if process.info["ppid"] in below]:
+        inside += children
+        below = {process.pid for process in children}
+    return sum(_used(inside).values())
 
 
 def _used(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:

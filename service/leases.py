@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from service import keys
+from service.crash_points import reached
 from service.errors import LeaseLostError
 from service.journal import AnyEntry, Restored, SandboxOpened, decode, encode
 from service.records import GroupState, Outcome
@@ -88,6 +89,7 @@ class Leases:
         if not reply["leases"]:
             return []
         await self._store.to_disk(job)
+        reached("after", "lease")
         resumed = await self._with_journal(job, [entry["rollout_id"] for entry in reply["leases"] if entry["again"]])
         return [_lease(job_id, entry, reply, resumed) for entry in reply["leases"]]
 
@@ -118,10 +120,12 @@ class Leases:
         job = keys.JobKeys(lease.job_id)
         sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened | Restored)), "")
         args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, *map(encode, entries)]
+        reached("before", *entries)
         length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts], args)
         if length < 0:
             why = "its lease is another's" if length == -1 else f"its journal is not {at_index} entries long"
             raise LeaseLostError(f"{lease.rollout_id}: {why}")
+        reached("after", *entries)
         if durable:
             await self._store.to_disk(job)
 
@@ -150,7 +154,9 @@ class Leases:
             LeaseLostError: the lease is another's, or the group has ended.
         """
         fields = {name: getattr(ended, name) for name in Ended.__dataclass_fields__ if getattr(ended, name) is not None}
+        reached("before", "finish")
         reply = await self._settle("finish", lease, [msgspec.msgpack.encode(fields)])
+        reached("after", "finish")
         return GroupState(reply["state"])
 
     async def restart(

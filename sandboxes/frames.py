@@ -39,6 +39,8 @@ _RESULT = struct.Struct("<BBHiQQIIQII")
 _ERROR = struct.Struct("<H")
 _PONG = struct.Struct("<QQQIII")
 _CRC_AT = 28
+_MAX_PIECES = 64
+"""Of a frame that is not whole; smaller ones are put together on the way, since each costs memory of its own."""
 
 
 class Type(IntEnum):
@@ -184,20 +186,23 @@ class FrameParser:
 
     def __init__(self, channel: int, *, lost: bool = False) -> None:
         self._channel = channel
-        self._rest = bytearray()
-        self._needed = 0
+        self._pieces: list[bytes] = []
+        self._held = self._needed = 0
         self.lost = lost
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete with `data`."""
-        if self._rest:
-            self._rest += data
-            if len(self._rest) < self._needed:
-                return []
-            data = bytes(self._rest)
+        self._pieces.append(data)
+        self._held += len(data)
+        if self._held < self._needed and len(self._pieces) < _MAX_PIECES:
+            return []
+        if len(self._pieces) > 1:
+            data = b"".join(self._pieces)
         frames: list[Frame] = []
-        at = self._parse(data, frames)
-        self._rest = bytearray(data[at:])
+        at = self._parse(data, frames) if self._held >= self._needed else 0
+        self._held -= at
+        self._pieces = [data[at:]] if self._held else []
+        self._needed = self._needed if self._held else 0
         return frames
 
     def _parse(self, data: bytes, frames: list[Frame]) -> int:

@@ -29,18 +29,23 @@ _GRANT_BYTES = DATA_WINDOW_BYTES // 4
 class Outgoing:
     """The stdin of a call: what the agent has not taken yet, so that it can be sent again after a lost connection."""
 
-    __slots__ = ("_base", "_buffer", "_closed", "_ended", "_ended_sent", "_limit", "_sent", "_waiter")
+    __slots__ = ("_closed", "_ended", "_ended_sent", "_limit", "_on_the_way", "_sent", "_size", "_unsent", "_waiter")
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._base = 0
+        self._on_the_way: deque[memoryview] = deque()
+        self._unsent: deque[memoryview] = deque()
+        self._size = 0
+        """Of both together."""
         self._sent = 0
         self._limit = STDIN_WINDOW_BYTES
         self._ended = self._ended_sent = self._closed = False
         self._waiter: asyncio.Future[None] | None = None
 
     def feed(self, data: bytes | memoryview) -> None:
-        self._buffer += data
+        """`data` is kept, not copied."""
+        if data:
+            self._unsent.append(memoryview(data))
+            self._size += len(data)
 
     def end(self) -> None:
         """All is fed."""
@@ -48,14 +53,16 @@ class Outgoing:
 
     def take(self) -> list[bytes]:
         """The payloads that may be sent now."""
-        stop, payloads = min(self._limit, self._base + len(self._buffer)), list[bytes]()
-        with memoryview(self._buffer) as held:
-            while self._sent < stop:
-                start = self._sent - self._base
-                with held[start : min(start + STDIN_PIECE_BYTES, stop - self._base)] as piece:
-                    payloads.append(pack_stdin(self._sent, piece))
-                    self._sent += len(piece)
-        if self._ended and not self._ended_sent and self._sent == self._base + len(self._buffer):
+        payloads = list[bytes]()
+        while self._unsent and self._sent < self._limit:
+            first, most = self._unsent.popleft(), min(STDIN_PIECE_BYTES, self._limit - self._sent)
+            piece, rest = first[:most], first[most:]
+            if rest:
+                self._unsent.appendleft(rest)
+            self._on_the_way.append(piece)
+            payloads.append(pack_stdin(self._sent, piece))
+            self._sent += len(piece)
+        if self._ended and not self._ended_sent and not self._unsent:
             payloads.append(pack_stdin(self._sent, b""))
             self._ended_sent = True
         return payloads
@@ -63,25 +70,29 @@ class Outgoing:
     def allow(self, limit: int) -> None:
         """The agent takes bytes up to `limit`, so it has all up to a window before."""
         self._limit = max(self._limit, limit)
-        taken = min(self._limit - STDIN_WINDOW_BYTES, self._sent)
-        if taken > self._base:
-            del self._buffer[: taken - self._base]
-            self._base = taken
+        stop = self._sent - sum(map(len, self._on_the_way))
+        while self._on_the_way and (stop := stop + len(self._on_the_way[0])) <= self._limit - STDIN_WINDOW_BYTES:
+            self._size -= len(self._on_the_way.popleft())
         self._wake()
 
     def rewind(self) -> None:
         """On a new connection: send again what the agent may not have."""
-        self._sent, self._ended_sent = self._base, False
+        self._sent -= sum(map(len, self._on_the_way))
+        self._unsent.extendleft(reversed(self._on_the_way))
+        self._on_the_way.clear()
+        self._ended_sent = False
 
     def close(self) -> None:
         """The call is over; nobody waits for room any more."""
         self._closed = True
-        self._buffer.clear()
+        self._size = 0
+        self._unsent.clear()
+        self._on_the_way.clear()
         self._wake()
 
     async def room(self) -> bool:
         """Wait until there is some; False when the call is over and more is of no use."""
-        while not self._closed and len(self._buffer) >= STDIN_WINDOW_BYTES:
+        while not self._closed and self._size >= STDIN_WINDOW_BYTES:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return not self._closed

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from service.records import Sample, Timing, Trajectory
+from service.trajectories import Sample, Timing, Trajectory
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 

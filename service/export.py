@@ -21,8 +21,9 @@ from service.groups import Groups, RolloutRecord
 from service.journal import decode
 from service.leases import Leases
 from service.metrics import Metrics
-from service.records import Outcome, Sample, Trajectory
+from service.records import Outcome
 from service.samples import build_trajectory
+from service.trajectories import Sample, Trajectory
 
 CHUNK_ROLLOUTS = 16
 """Rollouts in one chunk: 16 x 16k tokens are 3.4 MB of Arrow, large enough that the cost per chunk vanishes."""

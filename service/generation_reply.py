@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from service.errors import GeneratorError
-from service.records import MAX_VERSION, FinishReason, Generation, VersionSpan
+from service.records import MAX_VERSION, FinishReason
+from service.trajectories import Generation, VersionSpan
 
 _MAX_LOGPROB = 3.0e38
 """Log-probabilities travel as float32; a larger magnitude would become infinite there."""

@@ -25,7 +25,8 @@ import numpy as np
 from service.errors import GeneratorError, MisalignedTokensError
 from service.generation_reply import Asked, checked
 from service.generators import BusyGeneratorError, GeneratorClient, TimedOutGeneratorError, new_rid, open_session, sampling_params
-from service.records import Generation, GeneratorSpec, Sampling
+from service.records import GeneratorSpec, Sampling
+from service.trajectories import Generation
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from service.errors import JournalError
-from service.records import FinishReason, Generation
+from service.records import FinishReason
+from service.trajectories import Generation
 
 WIRE_VERSION = 1
 """Written in `Opened`; a reader refuses a journal of a version it does not know (service/replay.py)."""

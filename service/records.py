@@ -1,4 +1,4 @@
-"""The words of the service as types: what clients send (pydantic, strict, bounded) and what passes between our parts (frozen dataclasses).
+"""The words of the service as types: what clients send (pydantic, strict, bounded). `trajectories.py` has what passes between our parts.
 
 Client models refuse unknown fields. A task's `sandbox`, `limits` and `sampling` are laid over the job's defaults at submit time
 (`merge_defaults`), so that what is stored for a group is complete and never changes with the job.
@@ -6,12 +6,9 @@ Client models refuse unknown fields. A task's `sandbox`, `limits` and `sampling`
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 MAX_GROUP_SIZE = 1024
@@ -399,104 +396,3 @@ def merge_defaults(job: JobSpec, task: Mapping[str, JsonValue]) -> dict[str, Jso
         if isinstance(given, Mapping) and (defaults or given):
             merged[part] = {**defaults, **given}
     return merged
-
-
-# ------------------------------------------------------------------------------------------------------------- between our parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Sampled tokens `[start, end)` of one generation and the policy version (and lineage) that sampled them."""
-
-    version: int
-    start: int
-    end: int
-    lineage: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One answer of a generator: N sampled tokens, aligned.
-
-    token_ids int[N], logprobs float[N] in nats, spans cover [0, N) without gaps. `seconds` is wall time of the call.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: tuple[VersionSpan, ...]
-    finish: FinishReason
-    matched: int | str | None = None
-    cached_tokens: int = 0
-    generator: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """What the model asked for. `error` set: it could not be understood; it is answered in its place and never run."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any] | None
-    error: str | None = None
-    raw: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What the model is shown for one tool call."""
-
-    call_id: str
-    name: str
-    text: str
-    seconds: float = 0.0
-    failed: bool = False
-    """The call could not be understood, ran out of time or exited non-zero; for counting, the text says it to the model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row for the trainer; T tokens.
-
-    token_ids int32[T], loss_mask uint8[T] (1 exactly on sampled tokens), logprobs float32[T] in nats (0.0 where the mask is 0),
-    versions int32[T] (-1 where the mask is 0), prompt_len: tokens before the first sampled one.
-    """
-
-    token_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    logprobs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int32]
-    prompt_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Where a rollout's time went, in seconds."""
-
-    queued_s: float = 0.0
-    sandbox_s: float = 0.0
-    generate_s: float = 0.0
-    tool_s: float = 0.0
-    verify_s: float = 0.0
-    ready_s: float = 0.0
-    """From the rollout's end to its group's lease by the trainer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """What a rollout produced."""
-
-    rollout_id: str
-    index: int
-    attempt: int
-    outcome: Outcome
-    stop_reason: str
-    reward: float | None
-    reward_detail: dict[str, Any]
-    samples: tuple[Sample, ...]
-    turns: int
-    tool_calls: int
-    timing: Timing
-    oldest_version: int
-    newest_version: int
-    metadata: dict[str, Any]

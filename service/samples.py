@@ -26,7 +26,8 @@ from service.journal import (
     Stopped,
     standing,
 )
-from service.records import Outcome, Sample, Timing, Trajectory
+from service.records import Outcome
+from service.trajectories import Sample, Timing, Trajectory
 
 ID_BYTES = LOGPROB_BYTES = 4
 """Little-endian int32 and float32 in the journal."""

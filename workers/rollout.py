@@ -29,8 +29,9 @@ from service.errors import (
 from service.journal import AnyEntry
 from service.leases import Lease
 from service.progress import Progress, tool_message
-from service.records import FinishReason, Generation, StopReason, TaskSpec
+from service.records import FinishReason, StopReason, TaskSpec
 from service.replay import replayed
+from service.trajectories import Generation
 from workers import metrics
 from workers.attempt_sandbox import AttemptSandbox, way_back
 from workers.encoding import off_loop

@@ -10,7 +10,8 @@ import pytest
 
 from service.errors import GeneratorError, MisalignedTokensError
 from service.generator_pool import FAILURES_TO_OPEN, GeneratorPool
-from service.records import FinishReason, Generation, GeneratorSpec, Sampling, VersionSpan
+from service.records import FinishReason, GeneratorSpec, Sampling
+from service.trajectories import Generation, VersionSpan
 from tests.hostile_generator import HostileGenerator, serving
 
 

@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 
 from service.generator_pool import GeneratorPool
-from service.records import FinishReason, Generation, GeneratorSpec, Sampling
+from service.records import FinishReason, GeneratorSpec, Sampling
+from service.trajectories import Generation
 from tests.standin_stack import chatml, standin, tiny_model
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from service import arrow
 from service.arrow import GroupHead
 from service.export import JsonGroups, arrow_chunk
-from service.records import Outcome, Sample, Timing, Trajectory
+from service.records import Outcome
+from service.trajectories import Sample, Timing, Trajectory
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
 

@@ -8,7 +8,8 @@ import pytest
 
 from service.errors import GeneratorError
 from service.generation_reply import Asked, checked, decode, error_message, failure, read_label
-from service.records import FinishReason, Generation, VersionSpan
+from service.records import FinishReason
+from service.trajectories import Generation, VersionSpan
 
 CAPTURES = Path(__file__).parent.parent / "contract" / "captures"
 

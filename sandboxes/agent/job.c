@@ -14,6 +14,7 @@
 #include "session.h"
 #include "spare.h"
 #include "tree.h"
+#include "watch.h"
 
 enum {
     SCRATCH_BYTES = 65536,
@@ -140,6 +141,7 @@ static bool read_report(struct job *job, bool *idle) {
         job->report = said;
     job->reported = true;
     *idle = said.idle;
+    watch_wrote(said.written);
     return true;
 }
 

@@ -164,12 +164,24 @@ static void set_home(char **env, const struct user *user) {
     *env = home;
 }
 
+/* What those that were reaped here wrote to storage since this was asked last. */
+static uint64_t newly_written(void) {
+    static uint64_t known;
+    struct rusage usage;
+    if (getrusage(RUSAGE_CHILDREN, &usage) != 0)
+        return 0;
+    uint64_t all = (uint64_t)usage.ru_oublock * 512, since = all - known;
+    known = all;
+    return since;
+}
+
 /* Waits for all that descends from here; reports how the command itself ended, and when nothing is left. */
 static void wait_for_all(pid_t command) {
     struct report last = {.idle = 1};
     int status, block = 0;
     for (pid_t pid; (pid = wait4(-1, &status, block, NULL)) >= 0 || errno == EINTR;) {
         if (pid == 0) { /* the command left something behind */
+            last.written = newly_written();
             report(last);
             block = 0;
             last = (struct report){.idle = 1};
@@ -181,6 +193,7 @@ static void wait_for_all(pid_t command) {
         }
     }
     last.idle = 1;
+    last.written = newly_written();
     report(last);
 }
 

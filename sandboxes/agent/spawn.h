@@ -33,6 +33,7 @@ struct report {
     uint8_t no_workdir; /* not started since the working directory cannot be entered */
     uint8_t idle;
     int32_t code;
+    uint64_t written; /* bytes to storage since the report before, by what the supervisor reaped */
 };
 
 /* Has a supervisor do it, the spare one where it can; its pid, or -1 with errno. `status` is the agent's end of its socket. The descriptors

@@ -25,7 +25,6 @@ enum {
     LONGEST_MS = 120000, /* and at most, though nothing seems to be written */
     SHARE = 30,          /* a walk takes at most a thirtieth of the time */
     HURRIED_SHARE = 10,  /* or a tenth, when the disk fills */
-    INODE_BYTES = 256,   /* the least that making a file writes */
     STACK = 65536,
     UNLINKED = 1024,     /* unlinked files told apart; past it one held open twice counts twice */
     WHOLE = 1 << 20,     /* one inode, in the parts that its links share */
@@ -36,7 +35,7 @@ struct used {
     int too_deep;
 };
 
-static atomic_uint_fast64_t limit_bytes, limit_inodes, used_bytes, used_inodes;
+static atomic_uint_fast64_t limit_bytes, limit_inodes, used_bytes, used_inodes, told_bytes;
 static atomic_int active, parked;
 static int trip_fd = -1, wake_fd = -1;
 
@@ -154,11 +153,11 @@ static uint64_t written_by(int proc, const char *pid) {
     return number_behind(text, "\nwrite_bytes: ");
 }
 
-/* What the sandbox ever wrote, memory file systems left out: who ended counts with who reaped it, in the end with the agent. */
+/* What the sandbox ever wrote, memory file systems left out: who ended counts with who reaped it. Some of it counts twice. */
 static uint64_t written(void) {
-    uint64_t sum = 0;
+    uint64_t sum = told_bytes;
     int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (proc < 0) return 0;
+    if (proc < 0) return sum;
     walk_begin(&walk, proc, 1);
     const char *name;
     while ((name = walk_next(&walk)) != NULL)
@@ -199,9 +198,10 @@ struct schedule {
  * is a walk for nothing. */
 static int is_due(struct schedule *last) {
     uint64_t since = now_ms(CLOCK_MONOTONIC) - last->walked_ms, period = last->cost_ms * SHARE, now_free = free_bytes();
-    uint64_t left = left_to(used_bytes, limit_bytes), eighth = left / 8, wrote = written() - last->written;
-    if (limit_inodes > 0 && left_to(used_inodes, limit_inodes) / 8 * INODE_BYTES < eighth)
-        eighth = left_to(used_inodes, limit_inodes) / 8 * INODE_BYTES;
+    uint64_t left = left_to(used_bytes, limit_bytes), eighth = left / 8, now_written = written();
+    uint64_t wrote = now_written > last->written ? now_written - last->written : 0;
+    if (limit_inodes > 0 && left_to(used_inodes, limit_inodes) / 8 * WATCH_INODE_BYTES < eighth)
+        eighth = left_to(used_inodes, limit_inodes) / 8 * WATCH_INODE_BYTES;
     if (period < PERIOD_MS) period = PERIOD_MS;
     if (period > LONGEST_MS) period = LONGEST_MS;
     if (now_free > last->most_free) last->most_free = now_free;
@@ -283,6 +283,8 @@ void watch_active(int now) {
     active = now;
     if (now && parked && wake_fd >= 0) eventfd_write(wake_fd, 1);
 }
+
+void watch_wrote(uint64_t bytes) { told_bytes += bytes; }
 
 int watch_tripped(void) {
     eventfd_t trips;

@@ -16,7 +16,10 @@
 
 #include <stdint.h>
 
-enum { WATCH_DEPTH = 256 };
+enum {
+    WATCH_DEPTH = 256,
+    WATCH_INODE_BYTES = 256, /* the least that making a file writes */
+};
 
 /* Sets the limits: `disk_mib` MiB (0 = no watch) and `inodes` (0 = that number is not limited). The first call with a limit makes the
  * thread; later ones change the limits. Returns an eventfd (non-blocking) that turns readable each time the watch trips, the same one
@@ -26,6 +29,9 @@ int watch_configure(uint32_t disk_mib, uint32_t inodes);
 /* Whether anything runs that could write: a call or a leftover. Cheap, never blocks; call it whenever that changes, or at each turn of
  * the poll loop. */
 void watch_active(int active);
+
+/* Something is about to write so many bytes, or did, where the watch cannot see it: in a fork of the agent, whose /proc is closed. */
+void watch_wrote(uint64_t bytes);
 
 /* Reads and clears the eventfd: 1 when it tripped since the last time. Call it when the eventfd is readable: then every call is to be
  * killed with the flag "disk full". */

@@ -253,7 +253,7 @@ class StartLimits:
         try:
             async with asyncio.timeout(self._max_wait_s if start else None):
                 await turn
-        except BaseException as error:
+        except (asyncio.CancelledError, TimeoutError) as error:
             if turn.done() and not turn.cancelled():  # the place was ours when we were called away
                 self._free()
             elif turn in queue:

@@ -13,7 +13,6 @@
 #include "oom.h"
 #include "result.h"
 #include "session.h"
-#include "watch.h"
 
 enum { CALLS_MAX = 1024, HELD_MAX = 64 * 1024 * 1024, PLACES = 256 };
 
@@ -186,8 +185,6 @@ int call_stdin(uint64_t id, const uint8_t *payload, uint32_t length) {
         return 0;
     if (!feed_add(&call->feed, get64(payload), payload + 8, length - 8, stdin_of(call)))
         return ERROR_BAD_REQUEST;
-    if (call->kind == KIND_UNPACK || call->kind == KIND_WRITE) /* two bytes of a name can make a directory */
-        watch_wrote((uint64_t)(length - 8) * (call->kind == KIND_UNPACK ? WATCH_INODE_BYTES / 2 : 1));
     call_feed(call);
     return 0;
 }

@@ -10,6 +10,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "watch.h"
+
 enum { MAX_LINKS = 1 << 20, SHOWN = 1024, DIRECTORY = O_PATH | O_DIRECTORY | O_CLOEXEC };
 
 int write_fully(int fd, const void *bytes, size_t size) {
@@ -137,6 +139,7 @@ static int open_directory(int parent, const char *name, enum follow follow) {
 
 static int mkdir_owned(int parent, const char *name, const struct files_owner *owner) {
     if (mkdirat(parent, name, 0755) < 0) return errno == EEXIST ? 0 : -1;
+    watch_wrote(WATCH_INODE_BYTES);
     return give_name(parent, name, owner);
 }
 

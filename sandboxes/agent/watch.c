@@ -12,6 +12,7 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/fsuid.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <time.h>
@@ -35,7 +36,8 @@ struct used {
     int too_deep;
 };
 
-static atomic_uint_fast64_t limit_bytes, limit_inodes, used_bytes, used_inodes, told_bytes;
+static atomic_uint_fast64_t limit_bytes, limit_inodes, used_bytes, used_inodes;
+static atomic_uint_fast64_t *told_bytes; /* shared with the forks; NULL before there is a watch */
 static atomic_int active, parked;
 static int trip_fd = -1, wake_fd = -1;
 
@@ -155,7 +157,7 @@ static uint64_t written_by(int proc, const char *pid) {
 
 /* What the sandbox ever wrote, memory file systems left out: who ended counts with who reaped it. Some of it counts twice. */
 static uint64_t written(void) {
-    uint64_t sum = told_bytes;
+    uint64_t sum = *told_bytes;
     int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (proc < 0) return sum;
     walk_begin(&walk, proc, 1);
@@ -257,6 +259,11 @@ static int start(void) {
     if (stat("/", &root) != 0) return -1;
     root_device = root.st_dev;
     clock_gettime(CLOCK_REALTIME_COARSE, &began);
+    if (told_bytes == NULL) {
+        void *shared = mmap(NULL, sizeof *told_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        if (shared == MAP_FAILED) return -1;
+        told_bytes = shared;
+    }
     wake_fd = eventfd(0, EFD_CLOEXEC);
     int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd >= 0 && fd >= 0) {
@@ -284,7 +291,9 @@ void watch_active(int now) {
     if (now && parked && wake_fd >= 0) eventfd_write(wake_fd, 1);
 }
 
-void watch_wrote(uint64_t bytes) { told_bytes += bytes; }
+void watch_wrote(uint64_t bytes) {
+    if (told_bytes != NULL) *told_bytes += bytes;
+}
 
 int watch_tripped(void) {
     eventfd_t trips;

@@ -30,7 +30,8 @@ int watch_configure(uint32_t disk_mib, uint32_t inodes);
  * the poll loop. */
 void watch_active(int active);
 
-/* Something is about to write so many bytes, or did, where the watch cannot see it: in a fork of the agent, whose /proc is closed. */
+/* So many bytes were written where the watch cannot see it: by a fork of the agent, whose /proc is closed. The fork itself may say so;
+ * after the writing, so that a walk that missed it is followed by another. */
 void watch_wrote(uint64_t bytes);
 
 /* Reads and clears the eventfd: 1 when it tripped since the last time. Call it when the eventfd is readable: then every call is to be

@@ -196,9 +196,7 @@ async def test_case_037_a_failing_setup_is_the_tasks_fault_and_leaves_nothing(st
     assert "no compiler" in group["reason"]
     failed = (await stack.api.get(f"/v1/jobs/{job_id}")).json()["counts"]["failed"]
     assert sum(failed.values()) == 1, "once, and never as reward 0"
-    async with asyncio.timeout(20):
-        while await containers(stack, group_id):
-            await asyncio.sleep(0.2)
+    await until_removed(stack, group_id)
 
 
 async def test_a_sandbox_outlives_what_a_model_breaks_in_it(stack: Stack) -> None:
@@ -218,6 +216,13 @@ async def containers(stack: Stack, rollout_id: str) -> list[str]:
     return out.decode().split()
 
 
+async def until_removed(stack: Stack, rollout_id: str) -> None:
+    """A sandbox goes right after its rollout's end is written, not before."""
+    async with asyncio.timeout(30):
+        while await containers(stack, rollout_id):
+            await asyncio.sleep(0.2)
+
+
 async def test_cancelling_a_group_stops_its_command_and_removes_its_sandbox(stack: Stack) -> None:
     job_id = await stack.job("cancel", group_size=1)
     (group_id,) = await stack.submit(job_id, task("slow"))
@@ -227,9 +232,7 @@ async def test_cancelling_a_group_stops_its_command_and_removes_its_sandbox(stac
     reply = await stack.api.post(f"/v1/groups/{group_id}/cancel")
     assert reply.status_code == 200
     assert reply.json()["state"] == "cancelled"
-    async with asyncio.timeout(20):
-        while await containers(stack, group_id):
-            await asyncio.sleep(0.2)
+    await until_removed(stack, group_id)
 
 
 async def test_another_tenant_sees_nothing(stack: Stack) -> None:

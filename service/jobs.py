@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from service import keys
 from service.errors import ConflictError, GoneError, InvalidError, NotFoundError
+from service.ledger import Ledger, read_ledger
 from service.records import JobPatch, JobSpec
 from service.staleness import capacity
 from service.store import Store, unavailable
@@ -39,7 +40,10 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCounts:
-    """Groups by state (acked, cancelled, dropped, failed: since the job began; by reason), places of the gate, rollouts and tokens."""
+    """Groups by state (acked, cancelled, dropped, failed: since the job began; by reason), places of the gate, rollouts and tokens.
+
+    tokens_standing: of what was generated, that which was neither delivered (acked) nor discarded yet.
+    """
 
     backlog: int
     running: int
@@ -56,8 +60,11 @@ class JobCounts:
     leased_rollouts: int
     in_flight_rollouts: int
     left_out_rollouts: int
+    tokens_generated: int
     tokens_discarded: int
     tokens_delivered: int
+    tokens_standing: int
+    ledger: Ledger
 
 
 class Jobs:
@@ -227,13 +234,15 @@ class Jobs:
             pipeline = self._store.redis.pipeline(transaction=True)
             pipeline.hmget(job.job, "deleted", "capacity")
             pipeline.hgetall(job.counts)
+            pipeline.hgetall(job.ledger)
             for queue in (job.backlog, job.pending, job.leases, job.ready):
                 pipeline.zcard(queue)
             pipeline.scard(job.charged)
-            (deleted, places), raw, backlog, pending, leased, ready, charged = await pipeline.execute()
+            (deleted, places), raw, books, backlog, pending, leased, ready, charged = await pipeline.execute()
         if deleted is None:
             raise keys.missing(job_id)
-        counted = {field.decode(): int(value) for field, value in raw.items()}
+        counted = _numbers(raw)
+        generated, discarded, delivered = (counted.get(f"tokens_{what}", 0) for what in ("generated", "discarded", "delivered"))
         return JobCounts(
             backlog=backlog,
             running=counted.get("running", 0),
@@ -250,8 +259,11 @@ class Jobs:
             leased_rollouts=leased,
             in_flight_rollouts=pending + leased,
             left_out_rollouts=counted.get("left_out_rollouts", 0),
-            tokens_discarded=counted.get("tokens_discarded", 0),
-            tokens_delivered=counted.get("tokens_delivered", 0),
+            tokens_generated=generated,
+            tokens_discarded=discarded,
+            tokens_delivered=delivered,
+            tokens_standing=generated - discarded - delivered,
+            ledger=read_ledger(_numbers(books)),
         )
 
     async def set_policy(self, job_id: str, version: int, *, ack: Sequence[str] = (), rollback: bool = False) -> JobRecord:
@@ -289,6 +301,10 @@ def _differs(record: JobRecord, spec: JobSpec) -> ConflictError:
     cure = f"{', '.join(fixed)} cannot change: PATCH takes other fields only" if fixed else f"PATCH /v1/jobs/{record.job_id} changes that"
     told = f"a job named {spec.name!r} exists with another spec: they differ in {', '.join(fields)}"
     return ConflictError(f"{told}; {cure}, or delete that job, or choose another name")
+
+
+def _numbers(raw: dict[bytes, bytes]) -> dict[str, int]:
+    return {field.decode(): int(value) for field, value in raw.items()}
 
 
 def _by_reason(counted: dict[str, int], state: str) -> dict[str, int]:

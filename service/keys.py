@@ -165,6 +165,16 @@ class JobKeys:
         return self.all[16]
 
     @property
+    def sampled(self) -> str:
+        """Hash rollout id -> tokens that its current attempt has journaled."""
+        return self.all[17]
+
+    @property
+    def ledger(self) -> str:
+        """Hash: what became of sampled tokens (service/ledger.py)."""
+        return self.all[18]
+
+    @property
     def synced(self) -> str:
         """What is written before a wait for the disk; goes by itself."""
         return f"rw:{{{self.job_id}}}:synced"
@@ -196,5 +206,7 @@ PARTS = (
     "ended",
     "requests",
     "order",
+    "sampled",
+    "ledger",
 )
 """The order of KEYS. `spent`: zset of acked groups whose place waits for the version to pass the score."""

@@ -13,7 +13,7 @@ import msgspec
 from service import keys
 from service.crash_points import reached
 from service.errors import LeaseLostError
-from service.journal import AnyEntry, Restored, SandboxOpened, decode, encode
+from service.journal import AnyEntry, Generated, Restored, SandboxOpened, decode, encode
 from service.records import GroupState, Outcome
 from service.store import Argument, Store, unavailable
 
@@ -53,7 +53,10 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a rollout ended. reward None: left to the trainer. reward_detail: JSON. Versions are None where nothing was sampled."""
+    """How a rollout ended. reward None: left to the trainer. reward_detail: JSON. Versions are None where nothing was sampled.
+
+    discarded_tokens: that the attempt sampled and gave up; cut_back_tokens: those of them that lay behind a snapshot it went back to.
+    """
 
     outcome: Outcome
     stop_reason: str
@@ -63,6 +66,7 @@ class Ended:
     tool_calls: int
     sampled_tokens: int
     discarded_tokens: int = 0
+    cut_back_tokens: int = 0
     oldest_version: int | None
     newest_version: int | None
     oldest_lineage: int | None
@@ -119,9 +123,10 @@ class Leases:
         """
         job = keys.JobKeys(lease.job_id)
         sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened | Restored)), "")
-        args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, *map(encode, entries)]
+        sampled = sum(len(entry.token_ids) // 4 for entry in entries if isinstance(entry, Generated))
+        args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, sampled, *map(encode, entries)]
         reached("before", *entries)
-        length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts], args)
+        length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts, job.counts, job.sampled], args)
         if length < 0:
             why = "its lease is another's" if length == -1 else f"its journal is not {at_index} entries long"
             raise LeaseLostError(f"{lease.rollout_id}: {why}")

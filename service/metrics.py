@@ -1,21 +1,29 @@
 """The gateway's numbers for Prometheus. Labels are bounded: route templates, statuses, and the names of at most `MAX_JOBS` jobs; no ids."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import NotFoundError
 from service.jobs import JobCounts, Jobs
+from service.ledger import Entry, together
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_JOBS = 100
 """Jobs with series of their own; with more, the newest ones by id order are left out and `rollway_jobs` still counts all."""
+
+MAX_REASONS = 50
+"""Series of one job for what is counted by reason."""
+
+LENGTHS = [0, *(2**power for power in range(25))]
+"""Bounds of the histograms of lengths; limits.tokens is below the last."""
 
 COUNTS = (
     "backlog",
@@ -31,8 +39,10 @@ COUNTS = (
     "leased_rollouts",
     "in_flight_rollouts",
     "left_out_rollouts",
+    "tokens_generated",
     "tokens_discarded",
     "tokens_delivered",
+    "tokens_standing",
 )
 
 
@@ -103,13 +113,37 @@ class JobGauges(Collector):
             versions.add_metric([job.tenant, job.name], job.policy_version)
         yield versions
         yield from (self._by_reason(name) for name in ("dropped", "failed"))
+        yield from (self._discarded(what) for what in ("rollouts", "tokens"))
+        yield self._lengths()
 
     def _by_reason(self, name: str) -> Metric:
         family = GaugeMetricFamily(f"rollway_job_{name}", f"groups {name}, by reason", labels=["tenant", "job", "reason"])
         for job in self._series:
-            for reason, count in sorted(getattr(job.counts, name).items())[:50]:
+            for reason, count in sorted(getattr(job.counts, name).items())[:MAX_REASONS]:
                 family.add_metric([job.tenant, job.name, reason[:100]], count)
         return family
+
+    def _discarded(self, what: str) -> Metric:
+        labels = ["tenant", "job", "reason"]
+        family = GaugeMetricFamily(f"rollway_job_discarded_{what}", f"{what} of a job that were sampled in vain, by reason", labels=labels)
+        for job in self._series:
+            for reason, entry in list(job.counts.ledger.discarded.items())[:MAX_REASONS]:
+                family.add_metric([job.tenant, job.name, reason[:100]], getattr(entry, what))
+        return family
+
+    def _lengths(self) -> Metric:
+        labels = ["tenant", "job", "fate"]
+        family = HistogramMetricFamily("rollway_job_rollout_tokens", "Sampled tokens of a job's rollouts, by fate", labels=labels)
+        for job in self._series:
+            ledger = job.counts.ledger
+            for fate, entry in (("kept", ledger.kept), ("discarded", together(ledger.discarded))):
+                family.add_metric([job.tenant, job.name, fate], _cumulative(entry), sum_value=entry.tokens)
+        return family
+
+
+def _cumulative(entry: Entry) -> list[tuple[str, float]]:
+    counts = itertools.accumulate(entry.lengths.get(bound, 0) for bound in LENGTHS)
+    return [*((str(float(bound)), float(count)) for bound, count in zip(LENGTHS, counts, strict=True)), ("+Inf", float(entry.rollouts))]
 
 
 class MetricsMiddleware:

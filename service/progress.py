@@ -47,6 +47,9 @@ class Progress:
         self.sampled = 0
         """Sampled tokens that may train."""
         self.discarded = 0
+        """Sampled tokens that the attempt gave up."""
+        self.cut_back = 0
+        """Those of them that lay behind a snapshot that it went back to."""
         self.generating = False
         """The current turn has no Replied yet."""
         self.finish: FinishReason | None = None
@@ -146,9 +149,10 @@ class Progress:
         if kept is None or entry.cut_to != self.snapshot_at:
             raise JournalError(f"entry {self.length - 1} goes back to entry {entry.cut_to}, which is not the last snapshot")
         length, restores, tokens = self.length, self.restores + 1, self.sampled + self.discarded
+        cut_back = self.cut_back + self.sampled - kept.sampled
         vars(self).update(vars(kept._copied()))
         self._kept, self.length, self.restores = kept, length, restores
-        self.discarded = tokens - self.sampled
+        self.discarded, self.cut_back = tokens - self.sampled, cut_back
         self.sandbox_id, self.boot_id = entry.id, entry.boot_id
         self.seconds["sandbox"] += entry.seconds
 

@@ -39,6 +39,9 @@ MAX_CONNECTIONS = 10_000
 COMBINE = 256
 """Appends sent in one go; more would only delay their replies."""
 
+SHARED = ("state", "ledger", "moves")
+"""What stands before each step that works on a job."""
+
 FEEDING = frozenset({"append", "submit", "take"})
 """Steps that begin or go on with work. Every other one is let through by a Redis that is full: they give memory back, and keep leases."""
 
@@ -95,14 +98,14 @@ class Store:
         """Untyped: redis-py's annotations mix its sync and async answers."""
         self.url = url
         """Where child processes find the same store. May hold a password: never logged."""
-        self._scripts = {file.stem: self._read(file) for file in sorted(LUA.glob("*.lua")) if file.stem != "state"}
+        self._scripts = {file.stem: self._read(file) for file in sorted(LUA.glob("*.lua")) if file.stem not in SHARED}
         self._queue: list[tuple[list[Argument], asyncio.Future[int]]] = []
         self._queued = asyncio.Event()
         self._closed = False
         self._waits_for_disk = True
 
     def _read(self, file: Path) -> Script:
-        shared = "" if file.stem == "append" else (LUA / "state.lua").read_text()
+        shared = "" if file.stem == "append" else "".join((LUA / f"{part}.lua").read_text() for part in SHARED)
         flags = "" if file.stem in FEEDING else THROUGH_WHEN_FULL
         return Script(self, file.stem, flags + shared + file.read_text())
 

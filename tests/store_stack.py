@@ -9,7 +9,7 @@ from pydantic import SecretStr
 from service.batches import Batches, BatchRecord, NothingReady
 from service.groups import Groups
 from service.jobs import Jobs
-from service.journal import Opened, Replied
+from service.journal import Generated, Opened, Replied
 from service.leases import Ended, Lease, Leases
 from service.records import GroupState, JobSpec, Message, ModelFields, Outcome, TaskSpec
 from service.settings import Settings
@@ -26,7 +26,7 @@ def task(task_id: str, *, priority: int = 0) -> TaskSpec:
     return TaskSpec(task_id=task_id, messages=[Message(role="user", content="hi")], priority=priority)
 
 
-def ended(*, version: int | None = 0, lineage: int = 0, reward: float | None = None, tokens: int = 10) -> Ended:
+def ended(*, version: int | None = 0, lineage: int = 0, reward: float | None = None, tokens: int = 10, **fields: int) -> Ended:
     return Ended(
         outcome=Outcome.COMPLETED,
         stop_reason="answered",
@@ -38,6 +38,20 @@ def ended(*, version: int | None = 0, lineage: int = 0, reward: float | None = N
         oldest_version=version,
         newest_version=version,
         oldest_lineage=None if version is None else lineage,
+        **fields,
+    )
+
+
+def generated(tokens: int, *, version: int = 0, lineage: int = 0, discarded: bool = False) -> Generated:
+    return Generated(
+        at=1.0,
+        token_ids=b"\x01\x00\x00\x00" * tokens,
+        logprobs=b"\x00" * 4 * tokens,
+        spans=[(version, lineage, 0, tokens)],
+        finish="abort" if discarded else "stop",
+        generator="g",
+        seconds=0.0,
+        discarded=discarded,
     )
 
 
@@ -72,6 +86,11 @@ class Stack:
 
     async def turn(self, lease: Lease, text: str, *, at_index: int) -> None:
         await self.leases.append(lease, [Replied(at=1.0, content=text, calls=[])], at_index=at_index)
+
+    async def sample(
+        self, lease: Lease, tokens: int, *, at_index: int, version: int = 0, lineage: int = 0, discarded: bool = False
+    ) -> None:
+        await self.leases.append(lease, [generated(tokens, version=version, lineage=lineage, discarded=discarded)], at_index=at_index)
 
     async def finish_all(self, leases: Sequence[Lease], **fields: Any) -> None:
         for lease in leases:

@@ -62,6 +62,7 @@ def ended(progress: Progress) -> Ended:
         tool_calls=progress.tool_calls,
         sampled_tokens=progress.sampled,
         discarded_tokens=progress.discarded,
+        cut_back_tokens=progress.cut_back,
         oldest_version=progress.oldest_version,
         newest_version=progress.newest_version,
         oldest_lineage=progress.oldest_lineage,

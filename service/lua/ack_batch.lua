@@ -1,4 +1,4 @@
--- The trainer has trained on a batch. KEYS 18..: the journals of its rollouts. ARGV: batch id.
+-- The trainer has trained on a batch. Journals: those of its rollouts. ARGV: batch id.
 -- Reply: ok; gone: a group was leased again, or its lineage ended; missing.
 local job = read_job()
 if not job then return reply('missing') end

@@ -3,7 +3,7 @@
 if call('EXISTS', JOB) == 0 then return reply('missing') end
 call('HSET', JOB, 'deleted', '1')
 call('EXPIRE', JOB, math.ceil(tonumber(ARGV[1])))
-for i = 2, 17 do
+for i = 2, JOURNALS do
   if KEYS[i] ~= ROLLOUTS then call('UNLINK', KEYS[i]) end
 end
 return reply('ok')

@@ -1,5 +1,5 @@
 -- A rollout ended with a trajectory. The last member makes the group ready, or drops it.
--- KEYS 18..: the journals of all members. ARGV: group id, rollout id, fence, msgpack map of the end (class Ended).
+-- Journals: those of all members. ARGV: group id, rollout id, fence, msgpack map of the end (class Ended).
 -- Reply: ok {state} of the group; lost. What always holds: one end per attempt; the same fence finishing twice gets the same answer.
 local job = read_job()
 if not job then return reply('missing') end
@@ -14,8 +14,7 @@ call('HDEL', FENCES, rid)
 for field, value in pairs(cmsgpack.unpack(ARGV[4])) do r[field] = value end
 r.state, r.worker, r.settled, r.ended_at = 'ended', nil, fence, now
 save(ROLLOUTS, rid, r)
-count('tokens_discarded', r.discarded_tokens)
-g.ended, g.sampled_tokens = g.ended + 1, g.sampled_tokens + r.sampled_tokens
+enter_member(rid, r, g)
 if r.oldest_version then
   g.oldest_version = math.min(g.oldest_version or r.oldest_version, r.oldest_version)
   g.oldest_lineage = math.min(g.oldest_lineage or r.oldest_lineage, r.oldest_lineage)

@@ -1,5 +1,5 @@
 -- Leases n ready groups to the trainer, or none; first turns away those that may not train.
--- KEYS 18..: the journals of the groups named in ARGV 6.., group_size each.
+-- Journals: those of the groups named in ARGV 6.., group_size each.
 -- ARGV: n, allow_fewer ('1'), lease_s, trains_version or '', request key, then groups whose journals were passed.
 -- Reply: ok {batch_id, batch}; none {drained: nothing is left to come but what is ready}; above {limit}; behind {version}; acked: the key's batch is done;
 --   journals {groups}: call again with the journals of these, which are to be turned away.

@@ -1,5 +1,5 @@
 -- The trainer published a version; batches may be acked in the same step.
--- KEYS 18..: the journals of the acked batches. ARGV: version, rollback ('1'), batch ids...
+-- Journals: those of the acked batches. ARGV: version, rollback ('1'), batch ids...
 -- Reply: ok; lower {version}; gone or missing_batch {batch_id}. What always holds: all of it, or nothing.
 local job = read_job()
 if not job then return reply('missing') end

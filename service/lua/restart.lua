@@ -1,5 +1,5 @@
 -- An attempt failed. Its rollout begins anew; or the group goes on without that rollout; or the group fails and gives everything back.
--- KEYS 18..: the journals of all members. ARGV: group id, rollout id, fence, index, reason, retry ('1'), counts ('1'), max_attempts.
+-- Journals: those of all members. ARGV: group id, rollout id, fence, index, reason, retry ('1'), counts ('1'), max_attempts.
 -- Reply: ok {state}: pending, left_out or group_failed; lost.
 -- What always holds: attempts are bounded, per rollout (also those that do not count) and per group. A fault of the task (no retry)
 -- fails its group at once; else a group goes on without a member as long as min_group_size of them are left.
@@ -21,6 +21,7 @@ local destroyed = reason_of(reason) == 'sandbox_destroyed' -- by the model: noth
 if destroyed then r.sandbox_losses = r.sandbox_losses + 1 end
 if counts and not destroyed then g.failed_attempts = (g.failed_attempts or 0) + 1 end
 r.settled, r.sandbox_id = fence, nil
+enter_discarded(take_sampled(rid), 'failed:' .. reason_of(reason))
 
 -- Why there is no other attempt; nil: there is one.
 local function used_up()
@@ -59,6 +60,6 @@ if over then
     .. ' (' .. whole(g.failed_attempts or 0) .. ' failed attempts in the group)'
   if job.min_group_size then reason = reason .. ', and fewer than min_group_size ' .. whole(job.min_group_size) .. ' would be left' end
 end
-end_group(gid, g, 'failed', reason, now)
+end_group(gid, g, 'failed', reason, now, 'sibling_failed')
 unlink_journals(1, g.requested_size)
 return reply('ok', { state = 'group_failed' })

@@ -17,6 +17,26 @@ MASK = "***"
 """Stands where a secret was given; secrets are never read back."""
 
 
+class FateAnswer(BaseModel):
+    """Rollouts of one fate."""
+
+    rollouts: int
+    tokens: int
+    lengths: dict[int, int] = Field(
+        description="rollouts by sampled tokens: each key (0, 1, 2, 4, 8...) counts those with at most so many, and more than the key below"
+    )
+
+
+class LedgerAnswer(BaseModel):
+    """What became of sampled tokens, for a look at what discarding does to lengths."""
+
+    kept: FateAnswer = Field(description="acked by the trainer")
+    discarded: dict[str, FateAnswer] = Field(
+        description="by reason: stale, requeued, rolled_back, zero_variance, cancelled, sibling_failed, failed:<why> (attempts without a "
+        "trajectory); cut_back and sampled_anew are tokens that a rollout gave up and went on"
+    )
+
+
 class CountsAnswer(BaseModel):
     """Live counts of a job: groups, unless the name says rollouts or tokens."""
 
@@ -35,8 +55,11 @@ class CountsAnswer(BaseModel):
     leased_rollouts: int
     in_flight_rollouts: int
     left_out_rollouts: int = Field(description="members that failed and were left out of a short group")
+    tokens_generated: int = Field(description="sampled and journaled: delivered, discarded or standing")
     tokens_discarded: int
     tokens_delivered: int
+    tokens_standing: int = Field(description="of rollouts whose group has not ended")
+    ledger: LedgerAnswer
 
 
 class JobAnswer(BaseModel):

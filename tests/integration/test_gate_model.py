@@ -6,6 +6,7 @@ Time is played by moving the end of a lease into the past.
 
 import asyncio
 import random
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,8 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from service.batches import BatchRecord, NothingReady
 from service.errors import ConflictError, GoneError, LeaseLostError
 from service.groups import GroupRecord
+from service.jobs import JobCounts
 from service.keys import JobKeys
 from service.leases import Lease
+from service.ledger import together
 from service.records import GroupState
 from service.store import open_store
 from tests.store_stack import Stack, ended, fast_settings, group_ids
@@ -95,10 +98,15 @@ class Gate(RuleBasedStateMachine):
         assert current, "an old fence was let through"
 
     @precondition(lambda self: self.held)
-    @rule(pick=picks, reward=st.sampled_from([0.0, 1.0]), age=st.integers(min_value=0, max_value=2))
-    def finish(self, pick: int, reward: float, age: int) -> None:
-        fields = {"version": max(0, self.version - age), "lineage": self.lineage, "reward": reward}
-        self.work(pick, lambda lease: self.stack.leases.finish(lease, ended(**fields)))
+    @rule(pick=picks, reward=st.sampled_from([0.0, 1.0]), age=st.integers(min_value=0, max_value=2), given_up=st.integers(0, 2))
+    def finish(self, pick: int, reward: float, age: int, given_up: int) -> None:
+        async def one(lease: Lease) -> None:
+            journaled = int(await self.stack.store.redis.hget(JobKeys(self.stack.job_id).sampled, lease.rollout_id) or 0)
+            tokens = {"tokens": max(0, journaled - given_up), "discarded_tokens": min(journaled, given_up)}
+            fields = {"version": max(0, self.version - age), "lineage": self.lineage, "reward": reward}
+            await self.stack.leases.finish(lease, ended(**fields, **tokens))
+
+        self.work(pick, one)
 
     @rule()
     def a_good_worker_runs_all_it_can(self) -> None:
@@ -107,11 +115,11 @@ class Gate(RuleBasedStateMachine):
             self.do(self.stack.leases.finish(lease, ended(version=self.version, lineage=self.lineage, reward=float(number))))
 
     @precondition(lambda self: self.held)
-    @rule(pick=picks)
-    def append(self, pick: int) -> None:
+    @rule(pick=picks, tokens=st.integers(min_value=0, max_value=5))
+    def append(self, pick: int, tokens: int) -> None:
         async def one(lease: Lease) -> None:
             length = len(await self.stack.leases.journal(lease.rollout_id))
-            await self.stack.turn(lease, "turn", at_index=length)
+            await self.stack.sample(lease, tokens, at_index=length, version=self.version, lineage=self.lineage)
 
         self.work(pick, one)
 
@@ -191,6 +199,7 @@ class Gate(RuleBasedStateMachine):
         groups = {group.group_id: group for group in await stack.groups.list(stack.job_id, limit=1000)}
         states = [group.state for group in groups.values()]
         assert counts.charged <= 2 * (self.budget + 1) == counts.capacity
+        await self.check_books(counts, groups.values())
         assert list(groups) == self.ids
 
         async def members(key: str) -> set[str]:
@@ -214,6 +223,18 @@ class Gate(RuleBasedStateMachine):
         assert await members(job.pending) == {name for name, state in rollouts.items() if state == "pending"}
         live = [name for batch in await stack.batches.live(stack.job_id) for name in group_ids(batch)]
         assert sorted(live) == sorted(name for name, group in groups.items() if group.state is GroupState.LEASED)
+
+    async def check_books(self, counts: JobCounts, groups: Iterable[GroupRecord]) -> None:
+        """Every sampled token is in one place."""
+        journaled = await self.stack.store.redis.hgetall(JobKeys(self.stack.job_id).sampled)
+        members = [member for group in groups if group.state in OUT for member in group.members]
+        assert {name.decode() for name in journaled} <= {member.rollout_id for member in members if member.state in ("pending", "leased")}
+        standing = sum(map(int, journaled.values())) + sum(member.sampled_tokens for member in members if member.state == "ended")
+        assert counts.tokens_standing == standing
+        discarded = together(counts.ledger.discarded)
+        assert (counts.ledger.kept.tokens, discarded.tokens) == (counts.tokens_delivered, counts.tokens_discarded)
+        for entry in (counts.ledger.kept, *counts.ledger.discarded.values()):
+            assert sum(entry.lengths.values()) == entry.rollouts
 
     def check_members(self, group: GroupRecord) -> None:
         """No group goes on with too few members, and none costs more attempts than its retries and one for each that is left out."""

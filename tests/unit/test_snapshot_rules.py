@@ -20,7 +20,7 @@ from workers.endings import RestartError
 from workers.loop import Generate, Snapshot, next_step
 
 OPENED = SandboxOpened(at=0.0, id="box0", seconds=0.5, boot_id="b0")
-HISTORY = frozenset({"length", "discarded", "restores", "snapshot_at", "_kept"})
+HISTORY = frozenset({"length", "discarded", "cut_back", "restores", "snapshot_at", "_kept"})
 """What tells of the way here; all else says where a rollout stands."""
 
 
@@ -101,6 +101,7 @@ def test_a_rollout_that_went_back_stands_where_one_stands_that_never_went_on(tol
     assert next_step(went_back, limits, context_tokens=context) == next_step(straight, limits, context_tokens=context)
     assert went_back.length == len(story.journal)
     assert went_back.sampled + went_back.discarded == tokens(story.journal)  # every token is accounted for
+    assert 0 <= went_back.cut_back <= went_back.discarded
 
 
 @given(stories())
@@ -117,7 +118,7 @@ def test_what_is_exported_is_what_stands(told: tuple[Limits, int, Story]) -> Non
 def test_going_back_takes_turns_calls_time_and_tokens_back() -> None:
     entries = [prompted(), OPENED, *TURN, snapshotted(1), *TURN, *TURN, generated(3, "abort"), restored(6)]
     progress = Progress(entries)
-    assert (progress.turns, progress.tool_calls, progress.sampled, progress.discarded) == (1, 1, 5, 13)
+    assert (progress.turns, progress.tool_calls, progress.sampled, progress.discarded, progress.cut_back) == (1, 1, 5, 13, 13)
     assert (progress.sandbox_id, progress.boot_id, progress.restores) == ("box1", "b1", 1)
     assert progress.wall_s == pytest.approx(0.5 + 0.1 + 0.25)
     assert progress.snapshot is not None  # to go back to once more

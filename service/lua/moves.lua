@@ -1,0 +1,178 @@
+-- The moves of a group between its states.
+
+local function backlog_place(g) return -g.priority * 2 ^ 41 + g.n end
+
+-- Oldest policy first, then oldest group.
+local function ready_place(g) return g.oldest_version * 2 ^ 22 + g.n % 2 ^ 22 end
+
+-- Back to pending, before what was never begun; the journal stays and is resumed. `again`: it may have a journal.
+local function requeue_rollout(rid, r, now)
+  call('ZREM', LEASES, rid)
+  call('HDEL', FENCES, rid)
+  r.state, r.worker, r.again, r.queued_at = 'pending', nil, true, now
+  call('ZADD', PENDING, r.place - FRONT, rid)
+  save(ROLLOUTS, rid, r)
+end
+
+-- Takes every member out of the queues and from its worker. Members that have not ended become cancelled. why: for the books.
+local function stop_members(gid, g, now, why)
+  for i = 0, g.requested_size - 1 do
+    local rid = member(gid, i)
+    call('ZREM', PENDING, rid)
+    call('ZREM', LEASES, rid)
+    call('HDEL', FENCES, rid)
+    local r = load(ROLLOUTS, rid)
+    if r and r.state ~= 'ended' and r.state ~= 'failed' then
+      r.state, r.worker, r.ended_at = 'cancelled', nil, now
+      save(ROLLOUTS, rid, r)
+      enter_discarded(take_sampled(rid), why)
+    end
+  end
+end
+
+local function leave_state(gid, g)
+  if g.state == 'running' or g.state == 'leased' then count(g.state, -1) end
+  if g.state == 'queued' then call('ZREM', BACKLOG, gid) end
+  if g.state == 'ready' then call('ZREM', READY, gid) end
+end
+
+-- The one end of a group. Its place in the gate goes back here, except for an acked one (see ack_batch). why: it was discarded, for the books.
+local function end_group(gid, g, state, reason, now, why)
+  leave_state(gid, g)
+  if g.state == 'running' or g.state == 'queued' then stop_members(gid, g, now, why) end
+  if state == 'acked' then
+    enter_kept(g)
+  else
+    call('SREM', CHARGED, gid)
+    enter_discarded_group(g, why)
+  end
+  call('HDEL', TASKS, gid)
+  call('ZADD', ENDED, now, 'g:' .. gid)
+  count(reason and (state .. ':' .. reason_of(reason)) or state)
+  g.state, g.reason, g.ended_at = state, reason, now
+  save(GROUPS, gid, g)
+end
+
+-- Whether the rewards of the members that ended differ. One that is left to the trainer may.
+local function rewards_vary(gid, g)
+  local first
+  for i = 0, g.requested_size - 1 do
+    local r = load(ROLLOUTS, member(gid, i))
+    if r.state == 'ended' then
+      if r.reward == nil or first and r.reward ~= first then return true end
+      first = r.reward
+    end
+  end
+  return false
+end
+
+-- Saves a running group one of whose members just ended or was left out. Was it the last one, the group is ready, or dropped.
+-- Journals: those of all members.
+local function settle_group(gid, g, job, now)
+  if g.ended < g.size then
+    save(GROUPS, gid, g)
+  elseif job.zero_variance == 'drop' and g.requested_size > 1 and not rewards_vary(gid, g) then
+    end_group(gid, g, 'dropped', 'zero_variance', now, 'zero_variance')
+    unlink_journals(1, g.requested_size)
+  else
+    leave_state(gid, g)
+    g.state, g.ready_at = 'ready', now
+    g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
+    call('ZADD', READY, ready_place(g), gid)
+    save(GROUPS, gid, g)
+  end
+end
+
+-- The same task once more: new attempts of the same rollouts. The caller unlinks the journals.
+local function rerun_group(gid, g, now, why)
+  leave_state(gid, g)
+  call('SREM', CHARGED, gid)
+  count('requeued')
+  enter_discarded_group(g, why)
+  g.state, g.requeues, g.ended, g.sampled_tokens, g.lengths, g.queued_at = 'queued', g.requeues + 1, 0, 0, nil, now
+  g.oldest_version, g.oldest_lineage, g.batch_id, g.last_batch, g.ready_at = nil, nil, nil, nil, nil
+  g.size, g.failed_attempts = g.requested_size, nil
+  for i = 0, g.requested_size - 1 do
+    local rid = member(gid, i)
+    local r = load(ROLLOUTS, rid)
+    save(ROLLOUTS, rid, { state = 'waiting', attempt = r.attempt + 1, strikes = 0, sandbox_losses = 0, failures = r.failures,
+      created_at = r.created_at })
+  end
+  call('ZADD', BACKLOG, backlog_place(g), gid)
+  save(GROUPS, gid, g)
+end
+
+local function stale(g, job)
+  if g.oldest_lineage < job.lineage then return true end
+  if not job.budget or job.stale_policy == 'pace' then return false end
+  return job.version - g.oldest_version > job.budget
+end
+
+-- A ready group that may not train.
+local function turn_away(gid, g, job, now)
+  local dead = g.oldest_lineage < job.lineage and 'rolled_back'
+  if job.stale_policy == 'drop' or g.requeues >= job.max_requeues then
+    end_group(gid, g, 'dropped', 'stale', now, dead or 'stale')
+  else
+    rerun_group(gid, g, now, dead or 'requeued')
+  end
+end
+
+-- Ends the trainer's hold: its groups go to the front of READY. state: returned (a late ack may still count) or rolled_back (never).
+local function return_batch(bid, b, state, now)
+  call('ZREM', BATCH_LEASES, bid)
+  for _, entry in ipairs(b.groups) do
+    local g = load(GROUPS, entry.group_id)
+    if g and g.state == 'leased' and g.batch_id == bid then
+      leave_state(entry.group_id, g)
+      g.state, g.batch_id, g.last_batch = 'ready', nil, bid
+      call('ZADD', READY, ready_place(g) - FRONT, entry.group_id)
+      save(GROUPS, entry.group_id, g)
+    end
+  end
+  b.state = state
+  call('ZADD', ENDED, now, 'b:' .. bid)
+  save(BATCHES, bid, b)
+end
+
+local function expire_batches(now)
+  for _, bid in ipairs(call('ZRANGEBYSCORE', BATCH_LEASES, '-inf', now)) do
+    return_batch(bid, load(BATCHES, bid), 'returned', now)
+  end
+end
+
+-- Whether the batch can be acked: nil, or why not. Groups that the client cancelled meanwhile are no obstacle.
+local function ack_refused(bid)
+  local b = load(BATCHES, bid)
+  if not b then return 'missing' end
+  if b.state == 'acked' then return nil end
+  if b.state == 'rolled_back' then return 'gone' end
+  for _, entry in ipairs(b.groups) do
+    local g = load(GROUPS, entry.group_id)
+    local ours = g and (g.batch_id == bid and g.state == 'leased' or g.last_batch == bid and g.state == 'ready')
+    if not ours and not (g and g.state == 'cancelled') then return 'gone' end
+  end
+end
+
+-- Acks what ack_refused let pass. The place of a group is free once the version has passed `until`, acked first or bumped first.
+local function ack_batch(bid, job, now)
+  local b = load(BATCHES, bid)
+  if b.state == 'acked' then return end
+  for _, entry in ipairs(b.groups) do
+    local gid = entry.group_id
+    local g = load(GROUPS, gid)
+    if g.state ~= 'cancelled' then
+      g.batch_id = bid
+      end_group(gid, g, 'acked', nil, now)
+      if job.capacity and job.version <= b['until'] then
+        call('ZADD', SPENT, b['until'], gid)
+      else
+        call('SREM', CHARGED, gid)
+      end
+    end
+  end
+  b.state = 'acked'
+  call('ZREM', BATCH_LEASES, bid)
+  call('ZADD', ENDED, now, 'b:' .. bid)
+  save(BATCHES, bid, b)
+end

@@ -117,29 +117,37 @@ def clean_up_sandboxes(
 @main.command()
 def generator(
     tokenizer: Annotated[Path, typer.Option(help="tokenizer directory", exists=True, file_okay=False)],
-    policy: Annotated[Path, typer.Option(help="policy file (JSON): candidate turns and their weights", exists=True, dir_okay=False)],
+    policy: Annotated[
+        Path | None, typer.Option(help="policy file (JSON): candidate turns and their weights", exists=True, dir_okay=False)
+    ] = None,
+    mean_tokens: Annotated[float | None, typer.Option(help="instead of a policy: turns of drawn length, with this mean", min=1)] = None,
+    sigma: Annotated[float, typer.Option(help="of those lengths' logarithm (lognormal); 0: all alike", min=0)] = 0.0,
     renderer: Annotated[str, typer.Option(help="how prompts are rendered")] = "auto",
     host: Host = "127.0.0.1",
     port: Port = 30_000,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     record: Annotated[Path | None, typer.Option(help="append what was sampled here, as JSON lines")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(help="pace of one request; unset: at once", min=0.001)] = None,
+    max_running: Annotated[int | None, typer.Option(help="requests at once, the others wait in line; unset: no limit", min=1)] = None,
     context_tokens: Annotated[int, typer.Option(help="context length it advertises and enforces", min=16)] = 32_768,
 ) -> None:
     """Run the stand-in generator: SGLang's protocol without a model."""
-    from service.standin import serve_standin
+    from service.standin import drawn_lengths, load_policy, serve_standin
 
+    if (policy is None) == (mean_tokens is None):
+        raise typer.BadParameter("give what it says: either --policy FILE, or --mean-tokens N for turns of drawn length")
     set_up_logging()
     try:
         serve_standin(
             tokenizer=tokenizer,
             renderer=renderer,
-            policy=policy,
+            policy=load_policy(policy) if policy else drawn_lengths(mean_tokens or 0.0, sigma),
             host=host,
             port=port,
             seed=seed,
             record=record,
             tokens_per_s=tokens_per_s,
+            max_running=max_running,
             context_tokens=context_tokens,
         )
     except RollwayError as error:

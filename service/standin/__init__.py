@@ -4,6 +4,7 @@ It says so in its logs and in `/server_info`. What it answers has the shape of w
 policy file, seeded; its ids are cut differently from the tokenizer's own encoding, since a model's are too.
 """
 
+from service.standin.policy import drawn_lengths, load_policy
 from service.standin.server import create_standin, serve_standin
 
-__all__ = ["create_standin", "serve_standin"]
+__all__ = ["create_standin", "drawn_lengths", "load_policy", "serve_standin"]

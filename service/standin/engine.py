@@ -1,8 +1,8 @@
 """The stand-in's scheduler: what runs, what is paused, which version label samples. No HTTP, no tokens' meaning.
 
 Progress is worked out when something changes (a pause, a label, an abort, the end), never token by token. As in SGLang: requests that
-arrive during a pause wait and cannot be aborted; an abort of a running one is answered after the pause; abort goes by prefix, and only if
-the id exists exactly; a new label begins a new span and leaves weights and requests alone.
+arrive during a pause wait and cannot be aborted; those that wait for a slot can, and come back empty; an abort of a running one is answered
+after the pause; abort goes by prefix, and only if the id exists exactly; a new label begins a new span and leaves all else alone.
 """
 
 import asyncio
@@ -57,17 +57,19 @@ class Running:
 
 
 class Engine:
-    """`tokens_per_s` of each request; None: a reply is there at once."""
+    """`tokens_per_s` of each request; None: a reply is there at once. `max_running` at once, the others wait in line; None: no limit."""
 
-    def __init__(self, *, label: str, tokens_per_s: float | None) -> None:
+    def __init__(self, *, label: str, tokens_per_s: float | None, max_running: int | None = None) -> None:
         self.label = label
         self.running: dict[str, Running] = {}
-        self.waiting: set[str] = set()
+        self.waiting: dict[str, Running] = {}
+        """In the order of their arrival."""
         self.paused = False
         self._frozen = False
         """Paused and drained: nothing is sampled and no abort is answered."""
         self._loading = False
         self._rate = tokens_per_s or math.inf
+        self._max_running = max_running or math.inf
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -81,27 +83,18 @@ class Engine:
         """
         if rid in self.running or rid in self.waiting:
             raise DuplicateRidError(rid)
-        await self._admitted(rid)
-        running = Running(rid, total)
-        self.running[rid] = running
-        self._idle.clear()
+        running = self.waiting[rid] = Running(rid, total)
+        self._admit()
         try:
-            self._start(running)
             await self._finish(running)
         finally:
-            del self.running[rid]
+            self.waiting.pop(rid, None)
+            self.running.pop(rid, None)
             if not self.running:
                 self._idle.set()
+            self._admit()
         running.close_span(self.label)
         return running
-
-    async def _admitted(self, rid: str) -> None:
-        self.waiting.add(rid)
-        try:
-            while not self._open.is_set():
-                await self._open.wait()
-        finally:
-            self.waiting.discard(rid)
 
     async def _finish(self, running: Running) -> None:
         while not running.over and not (running.aborted and not self._frozen):
@@ -113,6 +106,7 @@ class Engine:
             self._settle(running)
 
     def _start(self, running: Running) -> None:
+        running.changed.set()
         if self._rate == math.inf:
             running.done = running.total
         else:
@@ -126,12 +120,17 @@ class Engine:
             running.since = now
 
     def abort(self, rid: str) -> None:
-        """Every running request whose id begins with `rid`, if there is one that is `rid`."""
-        if rid in self.running:
-            self._abort([running for name, running in self.running.items() if name.startswith(rid)])
+        """Every request in the scheduler whose id begins with `rid`, if there is one that is `rid`."""
+        known = self._scheduled()
+        if rid in known:
+            self._abort([running for name, running in known.items() if name.startswith(rid)])
 
     def abort_all(self) -> None:
-        self._abort(list(self.running.values()))
+        self._abort(list(self._scheduled().values()))
+
+    def _scheduled(self) -> dict[str, Running]:
+        """What an abort can reach: not those that came during a pause, which stand before the scheduler."""
+        return self.running if self.paused else self.running | self.waiting
 
     def _abort(self, found: list[Running]) -> None:
         for running in found:
@@ -140,10 +139,11 @@ class Engine:
 
     async def pause(self, mode: PauseMode) -> None:
         """Admit nothing more. abort: end what runs first; the others: let it stand still where it is."""
+        if mode == "abort":
+            self.abort_all()
         self.paused = True
         self._admit()
         if mode == "abort":
-            self.abort_all()
             await self._idle.wait()
         self._frozen = self.paused
         for running in self.running.values():
@@ -157,7 +157,6 @@ class Engine:
         for running in self.running.values():
             if running.since is None:
                 self._start(running)
-            running.changed.set()
         self._admit()
 
     async def open_within(self, seconds: float) -> bool:
@@ -168,10 +167,16 @@ class Engine:
         return self._open.is_set()
 
     def _admit(self) -> None:
+        """Give the free slots to those that wait, unless nothing is admitted now."""
         if self.paused or self._loading:
             self._open.clear()
-        else:
-            self._open.set()
+            return
+        self._open.set()
+        while self.waiting and len(self.running) < self._max_running:
+            running = self.waiting.pop(next(iter(self.waiting)))
+            self.running[running.rid] = running
+            self._idle.clear()
+            self._start(running)
 
     def relabel(self, label: str) -> None:
         """What is sampled from now on is `label`'s."""

@@ -13,16 +13,19 @@ from pathlib import Path
 import msgspec
 
 from service.errors import InvalidError
+from service.standin.lengths import Length
 
 MAX_PROMPTS = 100_000
 """Prompts whose count is kept; the oldest is forgotten and its choices begin again."""
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing to say; chosen by weight among the candidates of its turn."""
+    """One thing to say; chosen by weight among the candidates of its turn. With `length` the text is repeated or cut to a drawn number
+    of tokens."""
 
-    text: str
+    text: str = ""
     weight: float = 1.0
+    length: Length | None = None
 
 
 Turns = list[list[Candidate]]
@@ -56,7 +59,18 @@ def load_policy(path: Path) -> Policy:
         for turn in turns:
             if not turn or min(candidate.weight for candidate in turn) < 0 or not sum(candidate.weight for candidate in turn) > 0:
                 raise InvalidError(f"policy {path}: each turn needs candidates with weights of 0 or more, one of them above 0")
+            problem = next((found for candidate in turn if candidate.length and (found := candidate.length.problem())), None)
+            if problem:
+                raise InvalidError(f"policy {path}: {problem}")
     return policy
+
+
+def drawn_lengths(mean: float, sigma: float) -> Policy:
+    """Turns that say nothing, at lognormal length. Raises InvalidError where there is no such distribution."""
+    length = Length(mean=mean, sigma=sigma)
+    if problem := length.problem():
+        raise InvalidError(problem)
+    return Policy(default=[[Candidate(length=length)]])
 
 
 class Chooser:
@@ -78,13 +92,19 @@ class Chooser:
 
 
 def fitting(turns: Turns, turn: int, *, begun: str, regex: str | None) -> Sequence[Candidate]:
-    """Candidates of a turn that go on from `begun` (what the turn already holds) and match `regex`, if one is asked for."""
+    """Candidates of a turn that go on from `begun` (what the turn already holds) and match `regex`, if one is asked for.
+
+    One of a drawn length goes on from anything, and matches no `regex`.
+    """
     if not turns:
         return []
-    found = [candidate for candidate in turns[min(turn, len(turns) - 1)] if candidate.text.startswith(begun)]
-    return [candidate for candidate in found if regex is None or re.fullmatch(regex, candidate.text[len(begun) :])]
+    found = turns[min(turn, len(turns) - 1)]
+    if regex is None:
+        return [candidate for candidate in found if candidate.length or candidate.text.startswith(begun)]
+    fixed = [candidate for candidate in found if not candidate.length and candidate.text.startswith(begun)]
+    return [candidate for candidate in fixed if re.fullmatch(regex, candidate.text[len(begun) :])]
 
 
-def choose(candidates: Sequence[Candidate], chance: random.Random) -> str:
+def choose(candidates: Sequence[Candidate], chance: random.Random) -> Candidate:
     weights = [candidate.weight for candidate in candidates]
-    return chance.choices(candidates, weights if sum(weights) > 0 else None)[0].text
+    return chance.choices(candidates, weights if sum(weights) > 0 else None)[0]

@@ -12,7 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from service.standin.cuts import VARIANTS, Cutter, whole_text
-from service.standin.policy import Chooser, Policy, Turns, choose, fitting
+from service.standin.lengths import rest_of
+from service.standin.policy import Candidate, Chooser, Policy, Turns, choose, fitting
 from service.standin.template import Template
 
 LOGPROBS = 262_144
@@ -66,13 +67,19 @@ class Sampler:
         begun = whole_text(self.decode(reading.begun)) if reading.begun else ""
         candidates = fitting(self._turns(reading.before), reading.turn, begun=begun, regex=sampling.get("regex"))
         if candidates:
-            text, variant = choose(candidates, chance), chance.randrange(VARIANTS)
-            ids = self._cutter.resume(text, reading.begun, variant) if begun else self._cutter.cut(text, variant)
+            ids = self._said(choose(candidates, chance), reading.begun, begun, chance)
         elif begun and not sampling.get("regex"):
             ids = (self._template.end_id,)  # a turn that another model began: nothing to add
         else:
             raise NothingToSayError(f"the policy has no candidate for turn {reading.turn + 1} of this prompt")
         return self._stopped(ids[:max_tokens], sampling, chance)
+
+    def _said(self, candidate: Candidate, begun_ids: list[int], begun: str, chance: random.Random) -> Sequence[int]:
+        """What follows the ids that the turn already holds, `begun` in text."""
+        if candidate.length:
+            return rest_of(candidate.text, candidate.length, begun_ids, begun, chance, self._cutter.cut)
+        variant = chance.randrange(VARIANTS)
+        return self._cutter.resume(candidate.text, begun_ids, variant) if begun else self._cutter.cut(candidate.text, variant)
 
     def _turns_for(self, before: bytes) -> Turns:
         return self._policy.turns(self._cutter.decode_once(array("i", before).tolist()))

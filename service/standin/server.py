@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from service.ports import listening
 from service.standin.control import NOTICE, Control, error_bodies
 from service.standin.engine import DuplicateRidError, Engine, Running
-from service.standin.policy import Policy, load_policy
+from service.standin.policy import Policy
 from service.standin.sampler import NothingToSayError, Plan, Sampler
 from service.standin.template import Template
 from service.standin.wire import answer, checked_request, meta_info, output_limit, prompt_of, refused
@@ -109,12 +109,14 @@ def create_standin(
     seed: int = 0,
     record: Path | None = None,
     tokens_per_s: float | None = None,
+    max_running: int | None = None,
     context_tokens: int = 32_768,
     label: str = FIRST_LABEL,
     model_path: str = "stand-in",
 ) -> web.Application:
-    """The stand-in as an aiohttp application. `tokens_per_s`: of each request; None: at once. `label`: its first weight_version."""
-    engine = Engine(label=label, tokens_per_s=tokens_per_s)
+    """The stand-in as an aiohttp application. `tokens_per_s`: of each request; None: at once. `max_running`: requests at once, the others
+    wait in line; None: no limit. `label`: its first weight_version."""
+    engine = Engine(label=label, tokens_per_s=tokens_per_s, max_running=max_running)
     sampler = Sampler(tokenizer, template, policy, seed=seed)
     control = Control(engine, model_path=model_path, vocab_size=sampler.vocab_size, context_tokens=context_tokens)
     app = web.Application(middlewares=[error_bodies], client_max_size=MAX_BODY_BYTES)
@@ -140,18 +142,19 @@ def serve_standin(
     *,
     tokenizer: Path,
     renderer: str,
-    policy: Path,
+    policy: Policy,
     host: str,
     port: int,
     seed: int = 0,
     record: Path | None = None,
     tokens_per_s: float | None = None,
+    max_running: int | None = None,
     context_tokens: int = 32_768,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        InvalidError: the tokenizer, the renderer or the policy cannot be loaded.
+        InvalidError: the tokenizer or the renderer cannot be loaded.
         PortRefusedError: the port is in use.
     """
     import uvloop
@@ -159,10 +162,11 @@ def serve_standin(
     sockets = listening(host, port)
     app = create_standin(
         **load_model(tokenizer, renderer),
-        policy=load_policy(policy),
+        policy=policy,
         seed=seed,
         record=record,
         tokens_per_s=tokens_per_s or None,
+        max_running=max_running,
         context_tokens=context_tokens,
         model_path=str(tokenizer),
     )

@@ -175,6 +175,11 @@ class JobKeys:
         return self.all[18]
 
     @property
+    def rates(self) -> str:
+        """Hash: a ring of sums by time, and what the trainer does (service/throughput.py)."""
+        return self.all[19]
+
+    @property
     def synced(self) -> str:
         """What is written before a wait for the disk; goes by itself."""
         return f"rw:{{{self.job_id}}}:synced"
@@ -208,5 +213,6 @@ PARTS = (
     "order",
     "sampled",
     "ledger",
+    "rates",
 )
 """The order of KEYS. `spent`: zset of acked groups whose place waits for the version to pass the score."""

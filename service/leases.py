@@ -4,8 +4,8 @@ What must always hold: only the holder of a rollout's current fence changes it, 
 exactly one of finish, restart, release, loss by expiry, or its group's end.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -56,6 +56,7 @@ class Ended:
     """How a rollout ended. reward None: left to the trainer. reward_detail: JSON. Versions are None where nothing was sampled.
 
     discarded_tokens: that the attempt sampled and gave up; cut_back_tokens: those of them that lay behind a snapshot it went back to.
+    seconds: what it was worked on, by `sandbox`, `generate`, `tool` and `verify`.
     """
 
     outcome: Outcome
@@ -70,6 +71,7 @@ class Ended:
     oldest_version: int | None
     newest_version: int | None
     oldest_lineage: int | None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Leases:
@@ -93,7 +95,6 @@ class Leases:
         if not reply["leases"]:
             return []
         await self._store.to_disk(job)
-        reached("after", "lease")
         resumed = await self._with_journal(job, [entry["rollout_id"] for entry in reply["leases"] if entry["again"]])
         return [_lease(job_id, entry, reply, resumed) for entry in reply["leases"]]
 
@@ -159,9 +160,7 @@ class Leases:
             LeaseLostError: the lease is another's, or the group has ended.
         """
         fields = {name: getattr(ended, name) for name in Ended.__dataclass_fields__ if getattr(ended, name) is not None}
-        reached("before", "finish")
         reply = await self._settle("finish", lease, [msgspec.msgpack.encode(fields)])
-        reached("after", "finish")
         return GroupState(reply["state"])
 
     async def restart(

@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 10_000
 COMBINE = 256
 """Appends sent in one go; more would only delay their replies."""
 
-SHARED = ("state", "ledger", "moves")
+SHARED = ("state", "ledger", "rates", "moves")
 """What stands before each step that works on a job."""
 
 FEEDING = frozenset({"append", "submit", "take"})

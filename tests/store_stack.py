@@ -26,7 +26,7 @@ def task(task_id: str, *, priority: int = 0) -> TaskSpec:
     return TaskSpec(task_id=task_id, messages=[Message(role="user", content="hi")], priority=priority)
 
 
-def ended(*, version: int | None = 0, lineage: int = 0, reward: float | None = None, tokens: int = 10, **fields: int) -> Ended:
+def ended(*, version: int | None = 0, lineage: int = 0, reward: float | None = None, tokens: int = 10, **fields: Any) -> Ended:
     return Ended(
         outcome=Outcome.COMPLETED,
         stop_reason="answered",

@@ -66,6 +66,7 @@ def ended(progress: Progress) -> Ended:
         oldest_version=progress.oldest_version,
         newest_version=progress.newest_version,
         oldest_lineage=progress.oldest_lineage,
+        seconds=progress.seconds,
     )
 
 

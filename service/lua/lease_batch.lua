@@ -48,6 +48,7 @@ for _, item in ipairs(unfit) do
 end
 if #fresh == 0 or #fresh < n and not fewer then
   local left = call('ZCARD', BACKLOG) + counted('running') + counted('leased')
+  trainer_asked(now, left > 0)
   return reply('none', { drained = left == 0 })
 end
 
@@ -55,15 +56,22 @@ local bid = call('HGET', JOB, 'job_id') .. '-b' .. whole(call('HINCRBY', JOB, 'b
 local b = { state = 'live', version = job.version, lineage = job.lineage, leased_at = now, lease_until = now + lease_s, request_key = key }
 b.groups = {}
 b['until'] = trains or job.version
+local ages = { leased = #fresh, staleness = 0, pre_queue = 0 }
 for i, item in ipairs(fresh) do
   local g = item.g
   leave_state(item.id, g)
   count('leased')
   g.state, g.batch_id, g.last_batch, g.leased_at = 'leased', bid, nil, now
   save(GROUPS, item.id, g)
-  b.groups[i] = { group_id = item.id, staleness = math.max(0, job.version - g.oldest_version) }
+  local age = math.max(0, job.version - g.oldest_version)
+  b.groups[i] = { group_id = item.id, staleness = age }
+  ages[staleness_field(age)] = (ages[staleness_field(age)] or 0) + 1
+  ages.staleness = ages.staleness + age
+  ages.pre_queue = ages.pre_queue + math.min(age, math.max(0, (g.ready_version or g.oldest_version) - g.oldest_version))
 end
 save(BATCHES, bid, b)
 call('ZADD', BATCH_LEASES, b.lease_until, bid)
 call('HSET', REQUESTS, key, bid)
+note(now, ages)
+trainer_asked(now, false)
 return reply('ok', { batch_id = bid, batch = b })

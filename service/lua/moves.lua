@@ -45,6 +45,7 @@ local function end_group(gid, g, state, reason, now, why)
   else
     call('SREM', CHARGED, gid)
     enter_discarded_group(g, why)
+    note_refused(g, now, state == 'cancelled')
   end
   call('HDEL', TASKS, gid)
   call('ZADD', ENDED, now, 'g:' .. gid)
@@ -72,11 +73,13 @@ local function settle_group(gid, g, job, now)
   if g.ended < g.size then
     save(GROUPS, gid, g)
   elseif job.zero_variance == 'drop' and g.requested_size > 1 and not rewards_vary(gid, g) then
+    note_complete(g, now, false)
     end_group(gid, g, 'dropped', 'zero_variance', now, 'zero_variance')
     unlink_journals(1, g.requested_size)
   else
     leave_state(gid, g)
-    g.state, g.ready_at = 'ready', now
+    note_complete(g, now, true)
+    g.state, g.ready_at, g.ready_version = 'ready', now, job.version
     g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
     call('ZADD', READY, ready_place(g), gid)
     save(GROUPS, gid, g)
@@ -89,9 +92,10 @@ local function rerun_group(gid, g, now, why)
   call('SREM', CHARGED, gid)
   count('requeued')
   enter_discarded_group(g, why)
+  note_refused(g, now)
   g.state, g.requeues, g.ended, g.sampled_tokens, g.lengths, g.queued_at = 'queued', g.requeues + 1, 0, 0, nil, now
   g.oldest_version, g.oldest_lineage, g.batch_id, g.last_batch, g.ready_at = nil, nil, nil, nil, nil
-  g.size, g.failed_attempts = g.requested_size, nil
+  g.size, g.failed_attempts, g.work, g.ready_version = g.requested_size, nil, nil, nil
   for i = 0, g.requested_size - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid)
@@ -130,6 +134,7 @@ local function return_batch(bid, b, state, now)
       save(GROUPS, entry.group_id, g)
     end
   end
+  trainer_gone()
   b.state = state
   call('ZADD', ENDED, now, 'b:' .. bid)
   save(BATCHES, bid, b)
@@ -158,11 +163,12 @@ end
 local function ack_batch(bid, job, now)
   local b = load(BATCHES, bid)
   if b.state == 'acked' then return end
+  local trained = 0
   for _, entry in ipairs(b.groups) do
     local gid = entry.group_id
     local g = load(GROUPS, gid)
     if g.state ~= 'cancelled' then
-      g.batch_id = bid
+      g.batch_id, trained = bid, trained + g.ended
       end_group(gid, g, 'acked', nil, now)
       if job.capacity and job.version <= b['until'] then
         call('ZADD', SPENT, b['until'], gid)
@@ -173,6 +179,7 @@ local function ack_batch(bid, job, now)
   end
   b.state = 'acked'
   call('ZREM', BATCH_LEASES, bid)
+  trainer_acked(now, trained)
   call('ZADD', ENDED, now, 'b:' .. bid)
   save(BATCHES, bid, b)
 end

@@ -1,5 +1,5 @@
--- What every step shares: the names of a job's keys and its records. This text, ledger.lua and moves.lua stand, in this order, before each
--- script that works on a job (all but append.lua).
+-- What every step shares: the names of a job's keys and its records. This text, ledger.lua, rates.lua and moves.lua stand, in this order,
+-- before each script that works on a job (all but append.lua).
 --
 -- KEYS: the job's fixed keys, in the order of PARTS in service/keys.py; then journals, by script.
 -- Reply: one msgpack map with `status`; "missing": no such job, or it was deleted.
@@ -14,8 +14,8 @@
 -- Scores: below 2^53, so exact. Minus FRONT puts what comes back before all that never left.
 
 local JOB, COUNTS, GROUPS, ROLLOUTS, FENCES, BACKLOG, PENDING, LEASES, CHARGED, SPENT, READY, BATCHES, BATCH_LEASES, TASKS, ENDED,
-  REQUESTS, ORDER, SAMPLED, LEDGER = unpack(KEYS, 1, 19)
-local JOURNALS = 19 -- KEYS[JOURNALS + i] is the i-th journal passed
+  REQUESTS, ORDER, SAMPLED, LEDGER, RATES = unpack(KEYS, 1, 20)
+local JOURNALS = 20 -- KEYS[JOURNALS + i] is the i-th journal passed
 local FRONT = 2 ^ 53
 local call = redis.call
 

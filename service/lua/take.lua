@@ -13,10 +13,11 @@ for _, rid in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 1000
   requeue_rollout(rid, r, now)
 end
 
-local function may_dispatch()
-  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.group_size > job.max_in_flight then return false end
-  if job.capacity then return call('SCARD', CHARGED) < job.capacity end
-  return counted('running') + call('ZCARD', READY) < job.queue_groups
+-- nil: another group may go; else what holds it back.
+local function held_back()
+  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.group_size > job.max_in_flight then return 'capped' end
+  local out = job.capacity and call('SCARD', CHARGED) or counted('running') + call('ZCARD', READY)
+  if out >= (job.capacity or job.queue_groups) then return 'gated' end
 end
 
 local function dispatch(gid)
@@ -29,17 +30,21 @@ local function dispatch(gid)
   for i = 0, g.requested_size - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid) or { attempt = 1, strikes = 0, sandbox_losses = 0, failures = {}, created_at = g.created_at }
-    r.state, r.place, r.queued_at = 'pending', turn * 1024 + i, g.queued_at
+    r.state, r.place, r.queued_at, r.dispatched_at = 'pending', turn * 1024 + i, g.queued_at, now
     save(ROLLOUTS, rid, r)
     call('ZADD', PENDING, r.place, rid)
   end
 end
 
+local dispatched, held = 0, nil
 while call('ZCARD', PENDING) < wanted do
   local first = call('ZRANGE', BACKLOG, 0, 0)[1]
-  if not first or not may_dispatch() then break end
+  held = first and held_back()
+  if not first or held then break end
   dispatch(first)
+  dispatched = dispatched + 1
 end
+if held or dispatched > 0 then note(now, { asked = 1, [held or 'let_go'] = 1 }) end
 
 -- The epoch, raised when this server is not the one that gave the last fence.
 local function epoch()

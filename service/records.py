@@ -1,24 +1,23 @@
-"""The words of the service as types: what clients send (pydantic, strict, bounded). `trajectories.py` has what passes between our parts.
+"""The words of the service as types: what clients send (pydantic, strict, bounded). `wire.py` has the values that they are made of,
+`trajectories.py` what passes between our parts.
 
 Client models refuse unknown fields. A task's `sandbox`, `limits` and `sampling` are laid over the job's defaults at submit time
 (`merge_defaults`), so that what is stored for a group is complete and never changes with the job.
 """
 
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from service.wire import AbsolutePath, EnvName, EnvValue, Name, Network, Text, Url, User, Wire, no_nul
 
 MAX_GROUP_SIZE = 1024
 """Redis steps work through one group at a time; a larger one would hold the store too long."""
 
 MAX_VERSION = 2**31 - 1
 """Versions are exported as int32."""
-
-MAX_UID = 2**32 - 2
-"""The last one means "no user" to the kernel."""
 
 
 class Outcome(StrEnum):
@@ -85,61 +84,7 @@ class FinishReason(StrEnum):
 
 # ---------------------------------------------------------------------------------------------------------------- from clients
 
-
-class Wire(BaseModel):
-    """A client's JSON: unknown fields are refused, values are never coerced from other types, NaN and infinities are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _absolute(path: str) -> str:
-    if not path.startswith("/") or ".." in path.split("/") or "\x00" in path or path.endswith("/"):
-        raise ValueError("must be an absolute path of a file or directory without '..' (for example /work/main.py)")
-    return path
-
-
-def _env_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError("must be a name of letters, digits and underscores")
-    return name
-
-
-def _user(user: str) -> str:
-    numbers = user.split(":")
-    numeric = all(part.isascii() and part.isdigit() and int(part) <= MAX_UID for part in numbers) and len(numbers) <= 2
-    if not numeric and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", user):
-        raise ValueError(f"must be a user's name in the image, or uid or uid:gid, each at most {MAX_UID}")
-    return user
-
-
-def _network(value: object) -> object:
-    if value == "bridge":
-        raise ValueError("must be 'none' or 'open': 'bridge' is called 'open' now")
-    return value
-
-
-def _no_nul(text: str) -> str:
-    if "\x00" in text:
-        raise ValueError("must not hold a NUL character")
-    return text
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode without lone surrogates") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_utf8)]
-User = Annotated[str, Field(min_length=1, max_length=32, description="name, uid or uid:gid; null: the image's own"), AfterValidator(_user)]
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_utf8), AfterValidator(_no_nul)]
-AbsolutePath = Annotated[str, Field(max_length=4096), AfterValidator(_absolute), AfterValidator(_utf8)]
-EnvName = Annotated[str, Field(max_length=200), AfterValidator(_env_name)]
-EnvValue = Annotated[str, Field(max_length=131_071), AfterValidator(_utf8), AfterValidator(_no_nul)]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-Url = Annotated[str, Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")]
 
 
 class SnapshotFields(Wire):
@@ -166,9 +111,9 @@ class SandboxFields(Wire):
     backend: Literal["docker", "process", "modal"] = "docker"
     image: Annotated[Name, Field(description="image reference; the process backend uses the host's own system")] = "rollway-sandbox:1"
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
-    setup: list[Annotated[Text, Field(max_length=65_536), AfterValidator(_no_nul)]] = Field(default_factory=list, max_length=50)
+    setup: list[Annotated[Text, Field(max_length=65_536), AfterValidator(no_nul)]] = Field(default_factory=list, max_length=50)
     workdir: AbsolutePath = "/work"
-    network: Annotated[Literal["none", "open"], BeforeValidator(_network)] = "none"
+    network: Network = "none"
     user: User | None = None
     capabilities: Literal["none", "root"] = "none"
     cpus: float = Field(default=1.0, gt=0, le=64)
@@ -235,7 +180,7 @@ class ToolFunction(Wire):
 class RunArgv(Wire):
     """How a custom tool runs in the sandbox: `argv` as it is, the call's arguments as JSON on stdin."""
 
-    argv: list[Annotated[Text, Field(max_length=65_536), AfterValidator(_no_nul)]] = Field(min_length=1, max_length=100)
+    argv: list[Annotated[Text, Field(max_length=65_536), AfterValidator(no_nul)]] = Field(min_length=1, max_length=100)
 
 
 class CustomTool(Wire):
@@ -255,7 +200,7 @@ class CommandVerifier(Wire):
     """
 
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, max_length=1000)
-    command: Annotated[Text, Field(min_length=1, max_length=65_536), AfterValidator(_no_nul)]
+    command: Annotated[Text, Field(min_length=1, max_length=65_536), AfterValidator(no_nul)]
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     reward: Literal["exit_code", "number", "json"] = "exit_code"
     sandbox: Literal["fresh", "same"] = "fresh"

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from service.chat import ChatModel
 from service.errors import FieldProblem, InvalidError, TaskFaultError
 from service.problems import MAX_FIELDS, field_problems
-from service.records import CommandVerifier, JobSpec, Limits, Sampling, SandboxFields, TaskSpec, UrlVerifier, Wire, merge_defaults
+from service.records import CommandVerifier, JobSpec, Limits, Sampling, SandboxFields, TaskSpec, UrlVerifier, merge_defaults
 from service.settings import Settings
+from service.wire import Wire
 
 DEFAULTS: dict[str, type[Wire]] = {"sandbox": SandboxFields, "limits": Limits, "sampling": Sampling}
 """The parts of a job that are laid under its tasks."""

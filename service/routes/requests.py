@@ -4,8 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from service.records import JobPatch, JobSpec, TaskSpec, Version, Wire
+from service.records import JobPatch, JobSpec, TaskSpec, Version
 from service.submissions import MAX_TASKS
+from service.wire import Wire
 
 MAX_WAIT_S = 60.0
 """Proxies cut silent requests not much later."""

@@ -21,7 +21,7 @@ from redis.exceptions import BusyLoadingError, NoScriptError, OutOfMemoryError, 
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from service import keys
+from service import crash_points, keys
 from service.embedded import EmbeddedValkey
 from service.errors import StoreRefusedError, UnavailableError
 from service.redis_connections import connection_pool
@@ -85,7 +85,9 @@ class Script:
 
     async def __call__(self, job: keys.JobKeys, args: Sequence[Argument] = (), *, journals: Sequence[str] = ()) -> dict[str, Any]:
         """Run it on `job`'s keys and then `journals`. Raises UnavailableError."""
+        crash_points.reached("before", self.name)
         reply = await self._store.evaluate(self, [*job.all, *journals], args)
+        crash_points.reached("after", self.name)
         decoded: dict[str, Any] = msgspec.msgpack.decode(reply)
         return decoded
 

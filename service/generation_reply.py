@@ -61,7 +61,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a reply is held against. `version` and `lineage`: the oldest weights the call can have run on."""
+    """What a reply is held against. `version` and `lineage`: the oldest weights the call can have run on.
+
+    labelled: every label must name a version. So it is once an update has labelled the job's generators: one that says anything else
+    ("default") was started anew, with whatever weights it was started with.
+    """
 
     rid: str
     prompt_tokens: int
@@ -69,6 +73,11 @@ class Asked:
     stop_token_ids: Collection[int]
     version: int
     lineage: int
+    labelled: bool = False
+
+
+class UnlabelledError(GeneratorError):
+    """The generator's weights are not those that it was labelled with."""
 
 
 _decoder = msgspec.json.Decoder(Reply)
@@ -149,9 +158,23 @@ def read_label(label: str | None, *, version: int, lineage: int) -> tuple[int, i
     it can stand for.
     """
     match = _LABEL.fullmatch(label or "")
-    if match is None or int(match[2]) > MAX_VERSION:
+    if match is None or not names_version(label):
         return lineage, version
     return (int(match[1]) if match[1] else lineage), int(match[2])
+
+
+def names_version(label: str | None) -> bool:
+    match = _LABEL.fullmatch(label or "")
+    return match is not None and int(match[2]) <= MAX_VERSION
+
+
+def _check_labels(labels: Sequence[str | None]) -> None:
+    for label in labels:
+        if not names_version(label):
+            cure = "update its weights through the job, or label it with /update_weight_version"
+            raise UnlabelledError(
+                f"unlabelled: its weight_version is {label!r}, which names no version: was it restarted? {cure}", retryable=True
+            )
 
 
 def _broken(reason: str, detail: str) -> GeneratorError:
@@ -191,6 +214,8 @@ def _spans(meta: MetaReply, reported: int, total: int, asked: Asked) -> tuple[Ve
     """Spans over `[0, total)`. `reported`: the output's own length, one less where a stop token was put back."""
     if total == 0:
         return ()
+    if asked.labelled:
+        _check_labels([span.version for span in meta.weight_versions or ()] or [meta.weight_version])
     if not meta.weight_versions:  # before SGLang 0.5.19: one label, the last token's; earlier tokens may be as old as what was asked
         lineage, version = min(
             read_label(meta.weight_version, version=asked.version, lineage=asked.lineage),

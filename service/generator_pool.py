@@ -4,14 +4,16 @@ A rollout stays on its home (rendezvous hashing: the prefix cache is there) and 
 What fails is sent again with the same ids under a new request id, elsewhere where there is an elsewhere. `failures_to_open` failures in a
 row take a generator out; `/ready` lets one trial call back in; its success heals it. 429 and 503 mean full, not unwell: such a call waits.
 
-Always true: `running` of a generator is the number of calls that are with it, and is given back on every way out; a call that leaves
-without an answer has told the engine to abort it. Callers that wait for a place are bounded by the callers' own slots.
+What a weight update holds gets no new calls until it goes on; what it left in quarantine loses those that it has, and they are continued
+elsewhere (service/weight_rules.py).
+
+Always true: `running` of a generator holds the calls that are with it, and loses them on every way out; a call that leaves without an
+answer has told the engine to abort it. Callers that wait for a place are bounded by the callers' own slots.
 """
 
 import asyncio
 import hashlib
 import logging
-import random
 import time
 from array import array
 from collections import OrderedDict
@@ -23,73 +25,18 @@ from typing import Any, Self
 import numpy as np
 
 from service.errors import GeneratorError, MisalignedTokensError
-from service.generation_reply import Asked, checked
+from service.generation_reply import Asked, checked, names_version, read_label
+from service.generator_member import FAILURES_TO_OPEN, Member, PulledError, pause_s
 from service.generators import BusyGeneratorError, GeneratorClient, TimedOutGeneratorError, new_rid, open_session, sampling_params
 from service.records import GeneratorSpec, Sampling
 from service.trajectories import Generation
+from service.weight_rules import GeneratorWeights, JobWeights
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_OPEN = 3
-"""One closed keep-alive connection is no illness."""
-
-FIRST_PAUSE_S = 0.1
-MAX_PAUSE_S = 5.0
-"""Between tries of one call, and between probes of one generator: doubling, with jitter."""
+__all__ = ["FAILURES_TO_OPEN", "GeneratorPool"]
 
 MAX_RETRY_AFTER_S = 30.0
-
-
-class Member:
-    """One generator in the pool."""
-
-    def __init__(self, client: GeneratorClient) -> None:
-        self.client = client
-        self.running = 0
-        self.failures = 0
-        """In a row; the breaker is open from FAILURES_TO_OPEN on."""
-        self.trial = False
-        """Half open: one call may show that it is well again."""
-        self.probes = 0
-        self.probe_at = 0.0
-        self.calls = 0
-        self.errors = 0
-        self.last_error = ""
-
-    @property
-    def url(self) -> str:
-        return self.client.spec.url
-
-    @property
-    def open(self) -> bool:
-        return self.failures >= FAILURES_TO_OPEN
-
-    @property
-    def has_place(self) -> bool:
-        limit = self.client.spec.max_concurrency if not self.open else int(self.trial)
-        return self.running < limit
-
-    @property
-    def load(self) -> float:
-        return self.running / self.client.spec.max_concurrency
-
-    def succeeded(self) -> None:
-        self.failures, self.trial, self.probes = 0, False, 0
-
-    def failed(self, error: GeneratorError, now: float) -> None:
-        self.errors += 1
-        self.last_error = str(error)
-        if isinstance(error, BusyGeneratorError) or not error.retryable:
-            return  # it answers; the fault is the load's or the call's
-        self.failures += 1
-        if self.trial or self.failures == FAILURES_TO_OPEN:
-            self.rest(now)
-
-    def rest(self, now: float) -> None:
-        """Ask again later, and later each time."""
-        self.trial = False
-        self.probe_at = now + pause_s(self.probes)
-        self.probes += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +66,7 @@ class GeneratorPool:
         self._members: dict[str, Member] = {}
         self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._labelled = False
         self._sick = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -147,13 +95,22 @@ class GeneratorPool:
         self._members = members
         self._wake(len(self._waiting))
 
+    def take(self, weights: JobWeights) -> None:
+        """Take up what is known of the generators' weights now; calls on what was put into quarantine come away from it."""
+        self._labelled = weights.current is not None
+        for url, member in self._members.items():
+            for rid in member.take(weights.generators.get(url, GeneratorWeights())):
+                self._tell(member, rid)
+        self._wake(len(self._waiting))
+
     def status(self) -> list[dict[str, Any]]:
         """One entry a generator, for people and metrics."""
         return [
             {
                 "url": member.url,
                 "well": not member.open,
-                "running": member.running,
+                "standing": member.weights.standing,
+                "running": len(member.running),
                 "max_concurrency": member.client.spec.max_concurrency,
                 "calls": member.calls,
                 "errors": member.errors,
@@ -226,12 +183,19 @@ class GeneratorPool:
 
     async def _try(self, member: Member, ask: Ask) -> Generation:
         """One call in one place, which it gives back."""
-        rid, started = new_rid(), time.monotonic()
-        member.running += 1
+        rid, started, stood_s = new_rid(), time.monotonic(), member.stood_s()
         member.calls += 1
         try:
-            reply = await member.client.generate(rid, ask.ids, params=ask.params, timeout_s=ask.timeout_s, routing_key=ask.rollout_id)
-            generation = checked(reply, replace(ask.asked, rid=rid))
+            async with asyncio.timeout(None) as called_away:
+                member.running[rid] = called_away
+                try:
+                    reply = await member.client.generate(
+                        rid, ask.ids, params=ask.params, timeout_s=ask.timeout_s, routing_key=ask.rollout_id
+                    )
+                finally:
+                    del member.running[rid]
+                    self._wake(1)
+            generation = checked(reply, self._asked(member, ask, rid))
         except GeneratorError as error:
             member.failed(error, time.monotonic())
             if member.open:
@@ -239,23 +203,33 @@ class GeneratorPool:
             if isinstance(error, TimedOutGeneratorError):
                 await self._abort(member, rid)
             raise
+        except TimeoutError as error:
+            await self._abort(member, rid)
+            raise PulledError(f"out of service: {member.weights.why}", retryable=True) from error
         except asyncio.CancelledError:
             await self._abort(member, rid)
             raise
-        finally:
-            member.running -= 1
-            self._wake(1)
         if member.open:
             self._wake(len(self._waiting))
         member.succeeded()
-        return replace(generation, generator=member.url, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started - (member.stood_s() - stood_s)
+        return replace(generation, generator=member.url, seconds=max(0.0, seconds))
 
-    async def _abort(self, member: Member, rid: str) -> None:
-        """Tell the engine, even while we are being cancelled; an engine notices a closed connection only after seconds."""
+    def _asked(self, member: Member, ask: Ask, rid: str) -> Asked:
+        """What the reply is held against: the oldest weights are the job's, or the generator's own where those are older."""
+        job = (ask.asked.lineage, ask.asked.version)
+        lineage, version = min(job, read_label(member.weights.label, lineage=job[0], version=job[1]))
+        return replace(ask.asked, rid=rid, lineage=lineage, version=version, labelled=self._labelled)
+
+    def _tell(self, member: Member, rid: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(member.client.abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-        await asyncio.shield(task)
+        return task
+
+    async def _abort(self, member: Member, rid: str) -> None:
+        """Tell the engine, even while we are being cancelled; an engine notices a closed connection only after seconds."""
+        await asyncio.shield(self._tell(member, rid))
 
     # ------------------------------------------------------------------------------------------------------------------- places
 
@@ -316,21 +290,31 @@ class GeneratorPool:
             await asyncio.gather(*(self._probe(member) for member in due))
 
     async def _probe(self, member: Member) -> None:
-        if await member.client.ready():
+        if await member.client.ready() and await self._has_its_label(member):
             member.trial = True
             self._wake(1)
         else:
             member.rest(time.monotonic())
 
+    async def _has_its_label(self, member: Member) -> bool:
+        """Whether the weights that came back are those that were there: a generator that was started anew has others, and another label."""
+        if not self._labelled:
+            return True
+        try:
+            label = (await member.client.info()).get("weight_version")
+        except GeneratorError as error:
+            member.last_error = str(error)
+            return False
+        expected = member.weights.label
+        if label == expected if expected is not None else names_version(label):
+            return True
+        member.last_error = f"its weight_version is {label!r}, not {expected or 'a version'}: it waits for a weight update"
+        return False
+
 
 def _pause_after(error: GeneratorError, tries: int) -> float:
     asked_s = error.retry_after_s if isinstance(error, BusyGeneratorError) else 0.0
     return min(max(pause_s(tries), asked_s), MAX_RETRY_AFTER_S)
-
-
-def pause_s(tries: int) -> float:
-    """How long to wait after the nth failure (from 0): doubling, capped, with jitter so that callers do not return together."""
-    return min(FIRST_PAUSE_S * 2.0 ** min(tries, 10), MAX_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
 def _score(url: str, rollout_id: str) -> bytes:

@@ -75,7 +75,7 @@ class TimedOutGeneratorError(GeneratorError):
 
 
 class BusyGeneratorError(GeneratorError):
-    """429 or 503: it is alive and full. `retry_after_s`: what it asked for, 0 if nothing."""
+    """429 or 503: it is alive and full; 409: it is changing its weights. `retry_after_s`: what it asked for, 0 if nothing."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message, retryable=True)
@@ -89,9 +89,9 @@ class GeneratorClient:
         self.spec = spec
         self._session = session
         self._url = spec.url.rstrip("/")
-        self._control_urls = [url.rstrip("/") for url in spec.control_urls] or [self._url]
-        self._headers = {**spec.headers, "Content-Type": "application/json", **_bearer(spec.api_key)}
-        self._control_headers = {**self._headers, **_bearer(spec.admin_api_key)}
+        self._control_urls = control_urls(spec)
+        self._headers = headers_of(spec)
+        self._control_headers = headers_of(spec, control=True)
 
     async def generate(self, rid: str, ids: "array[int]", *, params: Mapping[str, Any], timeout_s: float, routing_key: str = "") -> Reply:
         """Sample from `ids` (int32, at least one, each inside the vocabulary: one outside kills the whole server).
@@ -137,36 +137,62 @@ class GeneratorClient:
         return await self._get("/server_info")
 
     async def _get(self, path: str) -> dict[str, Any]:
-        body = await self._fetch("GET", self._control_urls[0] + path, self._headers, None, timeout_s=CONTROL_S)
-        try:
-            found = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise GeneratorError(f"{path} is not JSON: {error}", retryable=True) from error
-        if not isinstance(found, dict):
-            raise GeneratorError(f"{path} is not a JSON object", retryable=True)
-        return found
+        return json_object(await self._fetch("GET", self._control_urls[0] + path, self._headers, None, timeout_s=CONTROL_S), path)
 
-    async def _fetch(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, *, timeout_s: float, max_bytes: int = _MAX_INFO_BYTES
-    ) -> bytes:
-        """The body of a 200, read within `timeout_s` and `max_bytes`; anything else is a GeneratorError."""
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
-            ):
-                answer = await _read(response, max_bytes)
-        except aiohttp.ClientError as error:  # first: some of them are also timeouts or bad values
-            raise GeneratorError(f"connection failed: {str(error) or type(error).__name__}", retryable=True) from error
-        except TimeoutError as error:
-            raise TimedOutGeneratorError(f"no answer within {timeout_s:g} s", retryable=True) from error
-        except OSError as error:
-            raise GeneratorError(f"connection failed: {error}", retryable=True) from error
-        except ValueError as error:  # such as a line break in a key
-            raise GeneratorError(f"the request cannot be written: {error}", retryable=False) from error
-        if response.status != 200:
-            raise _failure(response, answer)
-        return answer
+    async def _fetch(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, **bounds: Any) -> bytes:
+        return await fetch(self._session, method, url, headers, body, **bounds)
+
+
+async def fetch(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    *,
+    timeout_s: float,
+    max_bytes: int = _MAX_INFO_BYTES,
+) -> bytes:
+    """The body of a 200, read within `timeout_s` and `max_bytes`; anything else is a GeneratorError."""
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
+        ):
+            answer = await _read(response, max_bytes)
+    except aiohttp.ClientError as error:  # first: some of them are also timeouts or bad values
+        raise GeneratorError(f"connection failed: {str(error) or type(error).__name__}", retryable=True) from error
+    except TimeoutError as error:
+        raise TimedOutGeneratorError(f"no answer within {timeout_s:g} s", retryable=True) from error
+    except OSError as error:
+        raise GeneratorError(f"connection failed: {error}", retryable=True) from error
+    except ValueError as error:  # such as a line break in a key
+        raise GeneratorError(f"the request cannot be written: {error}", retryable=False) from error
+    if response.status != 200:
+        raise _failure(response, answer)
+    return answer
+
+
+def headers_of(spec: GeneratorSpec, *, control: bool = False) -> dict[str, str]:
+    """What each call to a generator carries; control calls have a key of their own where it has one."""
+    headers = {**spec.headers, "Content-Type": "application/json", **_bearer(spec.api_key)}
+    return {**headers, **_bearer(spec.admin_api_key)} if control else headers
+
+
+def control_urls(spec: GeneratorSpec) -> list[str]:
+    """Where its control calls go: itself, or the workers behind a router."""
+    return [url.rstrip("/") for url in spec.control_urls] or [spec.url.rstrip("/")]
+
+
+def json_object(body: bytes, path: str) -> dict[str, Any]:
+    """Raises GeneratorError (retryable) for what is no JSON object."""
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise GeneratorError(f"{path} is not JSON: {error}", retryable=True) from error
+    if not isinstance(found, dict):
+        raise GeneratorError(f"{path} is not a JSON object", retryable=True)
+    return found
 
 
 def _bearer(key: str | None) -> dict[str, str]:
@@ -186,7 +212,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
 
 def _failure(response: aiohttp.ClientResponse, body: bytes) -> GeneratorError:
     error = failure(response.status, body)
-    if response.status in (429, 503):
+    if response.status in (409, 429, 503):
         return BusyGeneratorError(str(error), retry_after_s=_retry_after(response))
     return NotFoundHereError(str(error), retryable=True) if response.status == 404 else error
 

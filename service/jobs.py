@@ -289,6 +289,9 @@ class Jobs:
                     f"version {version} is below the current {reply['version']}; "
                     "a trainer that restarted from a checkpoint says rollback: true"
                 )
+            case "updating":
+                told = f"update {reply['update_id']} runs and has labelled generators; it rolls back itself, if begun with rollback: true"
+                raise ConflictError(f"{told}; finish or abandon it first", retry_after_s=1.0)
             case "gone":
                 raise GoneError(f"batch {reply['batch_id']} ran out and one of its groups is no longer its; nothing was changed")
         await self._store.to_disk(job)

@@ -19,8 +19,12 @@ DEPLOYMENT = "rw:deployment"
 """The id of everything that shares this store; see `Store.deployment_id`."""
 WORKERS = "rw:workers"
 """Hash worker -> msgpack (info, until)."""
+CONTROL = "rw:control"
+"""Hash control URL -> the job that moves weights there."""
+UNSETTLED = "rw:unsettled"
+"""Set of jobs with a weight update that runs, or generators out of service."""
 
-_ID = re.compile(r"(?P<job>j[0-9a-f]{16})(?:(?P<group>-g[1-9][0-9]{0,14})(?P<rollout>-r[0-9]{1,4})?|-b[1-9][0-9]{0,14})?")
+_ID = re.compile(r"(?P<job>j[0-9a-f]{16})(?:(?P<group>-g[1-9][0-9]{0,14})(?P<rollout>-r[0-9]{1,4})?|-[bu][1-9][0-9]{0,14})?")
 
 
 def names(tenant: str) -> str:
@@ -178,6 +182,11 @@ class JobKeys:
     def rates(self) -> str:
         """Hash: a ring of sums by time, and what the trainer does (service/throughput.py)."""
         return self.all[19]
+
+    @property
+    def driver(self) -> str:
+        """Which gateway drives the job's weight update; goes by itself when that one dies."""
+        return f"rw:{{{self.job_id}}}:driver"
 
     @property
     def synced(self) -> str:

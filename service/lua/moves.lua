@@ -183,3 +183,18 @@ local function ack_batch(bid, job, now)
   call('ZADD', ENDED, now, 'b:' .. bid)
   save(BATCHES, bid, b)
 end
+
+-- The job's policy version is `version` from now on; places that waited for it are free. A rollback opens a new lineage, and no batch of the
+-- old one lives on.
+local function publish_version(version, rollback, now)
+  call('HSET', JOB, 'version', version)
+  if rollback then
+    call('HINCRBY', JOB, 'lineage', 1)
+    for _, bid in ipairs(call('ZRANGE', BATCH_LEASES, 0, -1)) do return_batch(bid, load(BATCHES, bid), 'rolled_back', now) end
+  end
+  local freed = call('ZRANGEBYSCORE', SPENT, '-inf', rollback and '+inf' or '(' .. whole(version))
+  for _, gid in ipairs(freed) do
+    call('SREM', CHARGED, gid)
+    call('ZREM', SPENT, gid)
+  end
+end

@@ -177,7 +177,7 @@ async def running(
     url = f"http://127.0.0.1:{port}"
     headers = {"Authorization": f"Bearer {KEYS['alpha']}"}
     try:
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=20) as api:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as api:
             await ready(api, f"{generator_url}/ready")
             await ready(api, "/readyz" if workers else "/healthz")
             record = folder / "record.jsonl"

@@ -1,7 +1,7 @@
 """A rollout's journal as server-sent events, readable by people: texts as they are, token ids as counts.
 
 An event's id is `<attempt>-<index>`; a client that comes back with `Last-Event-ID` goes on after it. When the rollout has ended and
-everything was sent, one event `ended` (id `<attempt>-end`) closes the stream.
+everything was sent, one event `ended` (id `<attempt>-end`) closes the stream. What cannot be read of a journal is an event `damaged`.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ import orjson
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.errors import BusyError, NotFoundError, UnavailableError
+from service.errors import BusyError, JournalError, NotFoundError, UnavailableError
 from service.groups import Groups, RolloutRecord
-from service.journal import AnyEntry, Extended, Generated, Prompted, Replied, Scored
+from service.journal import AnyEntry, Extended, Generated, Prompted, Replied, Scored, decode
 from service.leases import Leases
 from service.metrics import Metrics
 
@@ -72,6 +72,15 @@ def detail_object(detail: str) -> Any:
         return orjson.loads(detail) if detail else {}
     except orjson.JSONDecodeError:
         return detail
+
+
+def entry_event(event_id: str, data: bytes) -> bytes:
+    """An entry as its event; in the place of one that no version of ours wrote, an event `damaged` that says so."""
+    try:
+        entry = decode(data)
+    except JournalError as error:
+        return event(event_id=event_id, name="damaged", data={"error": f"journal: {error}"})
+    return event(event_id=event_id, name=name_of(entry), data=event_data(entry))
 
 
 def event(*, event_id: str, name: str, data: dict[str, Any]) -> bytes:
@@ -158,13 +167,10 @@ class RolloutEvents:
         record = await self._groups.rollout(rollout_id)
         if record.attempt != position.attempt:
             position = Position(attempt=record.attempt)
-        entries = await self._leases.journal(rollout_id, start=position.index)
+        entries = await self._leases.raw_journal(rollout_id, start=position.index)
         if entries and (await self._groups.rollout(rollout_id)).attempt != position.attempt:
             return record, position, [b": a new attempt begins\n\n"]
-        events = [
-            event(event_id=f"{position.attempt}-{position.index + number}", name=name_of(entry), data=event_data(entry))
-            for number, entry in enumerate(entries)
-        ]
+        events = [entry_event(f"{position.attempt}-{position.index + number}", data) for number, data in enumerate(entries)]
         return record, Position(attempt=position.attempt, index=position.index + len(entries)), events
 
     @staticmethod

@@ -136,10 +136,15 @@ class Leases:
             await self._store.to_disk(job)
 
     async def journal(self, rollout_id: str, *, start: int = 0) -> list[AnyEntry]:
-        """The entries of the current attempt from index `start`."""
+        """The entries of the current attempt from index `start`. Raises JournalError."""
+        return [decode(data) for data in await self.raw_journal(rollout_id, start=start)]
+
+    async def raw_journal(self, rollout_id: str, *, start: int = 0) -> list[bytes]:
+        """The same, undecoded."""
         job = keys.JobKeys(keys.job_of(rollout_id))
         with unavailable():
-            return [decode(data) for data in await self._store.redis.lrange(job.journal(rollout_id), start, -1)]
+            entries: list[bytes] = await self._store.redis.lrange(job.journal(rollout_id), start, -1)
+        return entries
 
     async def raw_journals(self, rollout_ids: Sequence[str]) -> list[list[bytes]]:
         """The undecoded journals of rollouts of one job, in one round trip."""

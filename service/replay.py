@@ -21,6 +21,7 @@ from service.journal import (
     Snapshotted,
     Stopped,
     Verifying,
+    decode,
 )
 from service.progress import Progress
 from service.records import FinishReason, StopReason
@@ -40,9 +41,29 @@ def replayed(entries: Iterable[AnyEntry]) -> Progress:
     progress = Progress()
     for entry in entries:
         if why := refusal(progress, entry):
-            raise JournalError(f"entry {progress.length} ({type(entry).__struct_config__.tag}) {why}")
+            raise JournalError(f"{_named(entry, progress.length)} {why}")
         progress.apply(entry)
     return progress
+
+
+def readable(journal: Iterable[bytes]) -> tuple[list[AnyEntry], str | None]:
+    """The entries before the first that cannot be decoded or cannot follow, and what is wrong with that one; None: nothing is."""
+    entries: list[AnyEntry] = []
+    progress = Progress()
+    for data in journal:
+        try:
+            entry = decode(data)
+        except JournalError as error:
+            return entries, f"journal: entry {len(entries)}: {error}"
+        if why := refusal(progress, entry):
+            return entries, f"journal: {_named(entry, len(entries))} {why}"
+        progress.apply(entry)
+        entries.append(entry)
+    return entries, None
+
+
+def _named(entry: AnyEntry, index: int) -> str:
+    return f"entry {index} ({type(entry).__struct_config__.tag})"
 
 
 def refusal(progress: Progress, entry: AnyEntry) -> str | None:

@@ -159,6 +159,7 @@ class SampleAnswer(BaseModel):
 class RolloutDetailAnswer(RolloutAnswer):
     timings: RolloutTimings
     sandbox: str | None = Field(description="the sandbox's name, once one was asked for")
+    error: str | None = Field(default=None, description="where its journal cannot be read, and why: all else is as far as that goes")
     messages: list[dict[str, Any]] | None = Field(default=None, description="with include=messages, until the group is acked")
     samples: list[SampleAnswer] | None = Field(default=None, description="with include=samples, until the group is acked")
 

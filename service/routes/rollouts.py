@@ -14,10 +14,10 @@ from service.events import ENDED, EventResponse, Position, RolloutEvents, positi
 from service.export import sample_object
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant
 from service.groups import RolloutRecord
-from service.journal import decode
 from service.keys import group_of
 from service.problems import problem_responses
 from service.progress import Progress
+from service.replay import readable
 from service.routes.answers import RolloutAnswer, RolloutDetailAnswer, answer, rollout_fields
 from service.routes.requests import EmptyBody, takes
 from service.samples import build_samples
@@ -56,10 +56,10 @@ async def prompt_of(gateway: Gateway, rollout_id: str) -> list[dict[str, Any]] |
 
 
 def detail(record: RolloutRecord, journal: Sequence[bytes], wanted: frozenset[str], prompt: list[dict[str, Any]] | None) -> bytes:
-    """The JSON of `RolloutDetailAnswer`. Blocking: it walks the journal."""
-    entries = [decode(entry) for entry in journal]
+    """The JSON of `RolloutDetailAnswer`. Blocking: it walks the journal, as far as that can be read."""
+    entries, error = readable(journal)
     progress = Progress(entries)
-    fields = rollout_fields(record)
+    fields = rollout_fields(record) | {"error": error}
     fields["timings"] = {"queued_s": progress.queued_s} | {f"{name}_s": seconds for name, seconds in progress.seconds.items()}
     fields["sandbox"] = progress.sandbox_name
     if record.state not in ENDED:
@@ -67,7 +67,9 @@ def detail(record: RolloutRecord, journal: Sequence[bytes], wanted: frozenset[st
         fields |= live | {"oldest_version": progress.oldest_version, "newest_version": progress.newest_version}
         fields["sandbox_id"] = progress.sandbox_id
     fields["messages"] = [*prompt, *progress.messages] if prompt is not None else None
-    fields["samples"] = [sample_object(sample) for sample in build_samples(entries)] if "samples" in wanted and entries else None
+    fields["samples"] = (
+        [sample_object(sample) for sample in build_samples(entries)] if "samples" in wanted and entries and not error else None
+    )
     return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from service import journal
+from service.keys import JobKeys
 from tests.gateway_play import finish, job_body, take_all, task_body, turns
 from tests.gateway_stack import RunningGateway, gateway_settings, running_gateway
 
@@ -75,6 +76,32 @@ async def test_a_new_attempt_starts_over(gateway: RunningGateway, client: httpx.
     await gateway.leases.append(again, [opened], at_index=0)
     [(event_id, name, data)] = await read_events(client, lease.rollout_id, last="1-3", count=1)
     assert (event_id, name, data["attempt"]) == ("2-0", "opened", 2)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "error", "event"),
+    [
+        pytest.param(b"\xc1", "journal: entry 4: an entry cannot be decoded", "damaged", id="undecodable"),
+        pytest.param(journal.encode(turns(1)[0]), "journal: entry 4 (opened) is out of place", "opened", id="cannot-follow"),
+    ],
+)
+async def test_a_damaged_journal_is_told_as_far_as_it_goes(
+    gateway: RunningGateway, client: httpx.AsyncClient, damaged: bytes, error: str, event: str
+) -> None:
+    job_id, (lease, _) = await start_one(gateway, client)
+    await finish(gateway.leases, lease, turns(1))
+    await gateway.store.redis.lset(JobKeys(job_id).journal(lease.rollout_id), 4, damaged)
+    answer = await client.get(f"/v1/rollouts/{lease.rollout_id}", params={"include": "messages,samples"})
+    assert answer.status_code == 200
+    told = answer.json()
+    assert told["error"].startswith(error)
+    assert (told["state"], told["reward"], told["timings"]["generate_s"], told["samples"]) == ("ended", 1.0, 0.25, None)
+    assert [message["role"] for message in told["messages"]] == ["user", "assistant"]
+    events = await read_events(client, lease.rollout_id)
+    assert [name for _, name, _ in events][3:6] == ["replied", event, "extended"]
+    assert events[-1][0] == "1-end"
+    if event == "damaged":
+        assert events[4][2]["error"].startswith("journal: an entry cannot be decoded")
 
 
 async def test_streams_are_bounded_and_given_back(empty_redis_url: str, qwen3_dir: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from service.idempotency import Idempotency
 from service.jobs import Jobs
 from service.leases import Leases
 from service.metrics import Metrics, MetricsMiddleware
-from service.routes import batches, groups, jobs, rollouts, system, tasks
+from service.rates import Rates
+from service.routes import batches, groups, jobs, rollouts, system, tasks, throughput
 from service.settings import Settings
 from service.store import Store, open_store
 from service.urls import UrlGuard
@@ -47,7 +48,7 @@ def create_app(
             stop.set()
 
     app = FastAPI(title="Rollway", version=version("rollway"), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False)
-    for module in (system, jobs, tasks, groups, rollouts, batches):
+    for module in (system, jobs, tasks, groups, rollouts, batches, throughput):
         app.include_router(module.router)
     app.add_middleware(AuthMiddleware, auth=Auth(settings))
     app.add_middleware(MetricsMiddleware, metrics=metrics)
@@ -69,6 +70,7 @@ async def open_gateway(
         groups=record_groups,
         leases=leases,
         batches=Batches(store, retain_s=settings.retain_s),
+        rates=Rates(store),
         exporter=Exporter(record_groups, leases, metrics),
         idempotency=Idempotency(store, retain_s=settings.retain_s),
         bodies=Bodies(max_bytes=settings.max_body_bytes),

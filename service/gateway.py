@@ -20,6 +20,7 @@ from service.jobs import JobRecord, Jobs
 from service.keys import job_of
 from service.leases import Leases
 from service.metrics import Metrics
+from service.rates import Rates
 from service.settings import Settings
 from service.store import Store
 from service.urls import UrlGuard
@@ -35,6 +36,7 @@ class Gateway:
     groups: Groups
     leases: Leases
     batches: Batches
+    rates: Rates
     exporter: Exporter
     idempotency: Idempotency
     bodies: Bodies

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.errors import NotFoundError
 from service.jobs import JobCounts, Jobs
 from service.ledger import Entry, together
+from service.rates import Rates, Throughput
+from service.throughput_metrics import ThroughputGauges, ThroughputSeries
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_JOBS = 100
@@ -64,33 +66,49 @@ class Metrics:
         self.exported_samples = Counter("rollway_exported_samples", "Samples sent to trainers", registry=self.registry)
         self.exported_bytes = Counter("rollway_exported_bytes", "Bytes of batches sent to trainers", ["format"], registry=self.registry)
 
-    async def render(self, jobs: Jobs) -> bytes:
+    async def render(self, jobs: Jobs, rates: Rates) -> bytes:
         """The exposition text, with the jobs' gauges as of now."""
         scraped = CollectorRegistry()
-        scraped.register(JobGauges(await job_series(jobs)))
+        series = await job_series(jobs, rates)
+        scraped.register(JobGauges(series))
+        scraped.register(
+            ThroughputGauges(
+                ThroughputSeries(tenant=job.tenant, name=job.name, throughput=job.throughput) for job in series if job.throughput
+            )
+        )
         return await asyncio.to_thread(lambda: generate_latest(self.registry) + generate_latest(scraped))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeries:
-    """One job's labels and counts."""
+    """One job's labels, counts and, if it was asked for, throughput."""
 
     tenant: str
     name: str
     policy_version: int
     counts: JobCounts
+    throughput: Throughput | None = None
 
 
-async def job_series(jobs: Jobs) -> list[JobSeries]:
+async def job_series(jobs: Jobs, rates: Rates | None = None) -> list[JobSeries]:
     """At most `MAX_JOBS` jobs; one that is deleted meanwhile is left out."""
     series = []
     for job_id in (await jobs.ids())[:MAX_JOBS]:
         try:
             record = await jobs.get(job_id)
             counts = await jobs.counts(job_id)
+            throughput = await rates.throughput(record, counts) if rates is not None else None
         except NotFoundError:
             continue
-        series.append(JobSeries(tenant=record.tenant, name=record.spec.name, policy_version=record.policy_version, counts=counts))
+        series.append(
+            JobSeries(
+                tenant=record.tenant,
+                name=record.spec.name,
+                policy_version=record.policy_version,
+                counts=counts,
+                throughput=throughput,
+            )
+        )
     return series
 
 

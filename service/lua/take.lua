@@ -44,6 +44,7 @@ while call('ZCARD', PENDING) < wanted do
   dispatch(first)
   dispatched = dispatched + 1
 end
+if dispatched > 0 then call('HSETNX', JOB, 'began', now) end
 if held or dispatched > 0 then note(now, { asked = 1, [held or 'let_go'] = 1 }) end
 
 -- The epoch, raised when this server is not the one that gave the last fence.

@@ -46,4 +46,4 @@ METRICS_TEXT = {"description": "Prometheus text", "content": {"text/plain": {"sc
     summary="Prometheus (operator's key)",
 )
 async def metrics(gateway: GatewayDep) -> Response:
-    return Response(await gateway.metrics.render(gateway.jobs), media_type=CONTENT_TYPE)
+    return Response(await gateway.metrics.render(gateway.jobs, gateway.rates), media_type=CONTENT_TYPE)

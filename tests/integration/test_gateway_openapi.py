@@ -23,6 +23,7 @@ CALLS = {
     "/v1/jobs/{job_id}/preflight": "post",
     "/v1/jobs/{job_id}/policy": "put",
     "/v1/jobs/{job_id}/tasks": "post",
+    "/v1/jobs/{job_id}/throughput": "get",
     "/v1/jobs/{job_id}/groups": "get",
     "/v1/jobs/{job_id}/groups/{group_id}": "get",
     "/v1/jobs/{job_id}/batches": "get post",

@@ -17,6 +17,18 @@ settings.register_profile("rollway", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rollway")
 
 
+CHAOS_VARIABLE = "ROLLWAY_TEST_CHAOS_S"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help=f"an hour of chaos in tests/e2e/test_chaos.py; as {CHAOS_VARIABLE}=3600")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ.setdefault(CHAOS_VARIABLE, "3600")
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Redis of our own; ROLLWAY_TEST_REDIS_URL names another, whose database is emptied."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +16,23 @@ OURS = ("internal", "misaligned tokens", "task")
 
 Ids = tuple[int, ...]
 
+WIDTH = 4
+"""Bytes of one packed id."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One line of a generator's record. group: whose task was in the prompt."""
+    """One line of a generator's record. group: whose task was in the prompt. prompt: its ids, packed: there may be many."""
 
     group_id: str
-    input_ids: Ids
+    prompt: bytes
     output_ids: Ids
     logprobs: tuple[float, ...]
     versions: Ids
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    return array("i", ids).tobytes()
 
 
 def read_record(lines: Iterable[str], group_of: Callable[[Sequence[int]], str]) -> Iterator[Sampled]:
@@ -32,7 +40,7 @@ def read_record(lines: Iterable[str], group_of: Callable[[Sequence[int]], str]) 
         told = json.loads(line)
         yield Sampled(
             group_id=group_of(told["input_ids"]),
-            input_ids=tuple(told["input_ids"]),
+            prompt=pack(told["input_ids"]),
             output_ids=tuple(told["output_ids"]),
             logprobs=tuple(np.float32(told["logprobs"]).tolist()),
             versions=tuple(told["versions"]),
@@ -71,6 +79,7 @@ def audit(found: Found) -> Audit:
     check_counts(found, made)
     check_deliveries(found, made)
     check_tokens(found, made)
+    check_ledger(found, made)
     return made
 
 
@@ -120,11 +129,11 @@ def check_deliveries(found: Found, made: Audit) -> None:
 def check_tokens(found: Found, made: Audit) -> None:
     """Each exported run of sampled tokens is what generators say they sampled, for exactly the ids before it; every other sampled token
     belongs to something whose end has a reason."""
-    by_prompt: dict[Ids, list[Sampled]] = defaultdict(list)
+    by_prompt: dict[bytes, list[Sampled]] = defaultdict(list)
     for sampled in found.record:
-        by_prompt[sampled.input_ids].append(sampled)
+        by_prompt[sampled.prompt].append(sampled)
     exported: set[int] = set()
-    starts: set[Ids] = set()
+    starts: set[bytes] = set()
     for group_id, deliveries in found.deliveries.items():
         if found.groups[group_id]["state"] == "acked":
             for trajectory in deliveries[-1]["trajectories"]:
@@ -132,17 +141,26 @@ def check_tokens(found: Found, made: Audit) -> None:
                     chain = generations_of(sample, by_prompt)
                     made.need(chain is not None, f"{trajectory['rollout_id']}: exported tokens are not what was sampled")
                     exported |= {id(sampled) for sampled in chain or ()}
-                    starts |= {sampled.input_ids for sampled in chain or ()}
+                    starts |= {sampled.prompt for sampled in chain or ()}
     made.generations = len(exported)
+    by_group: dict[str, list[Sampled]] = defaultdict(list)
     for sampled in found.record:
-        what = "exported" if id(sampled) in exported else fate(sampled, found.groups[sampled.group_id], starts)
-        made.tokens[what] += len(sampled.output_ids)
-        made.need(what != "unexplained", f"{sampled.group_id}: {len(sampled.output_ids)} sampled tokens are nowhere")
+        by_group[sampled.group_id].append(sampled)
+    for group_id, of_group in by_group.items():
+        given_up: list[bytes] = []  # histories that nothing exported begins with
+        for sampled in sorted(of_group, key=lambda sampled: len(sampled.prompt)):
+            if id(sampled) in exported:
+                what = "exported"
+            else:
+                what = fate(sampled, found.groups[group_id], starts, given_up)
+                given_up.append(sampled.prompt + pack(sampled.output_ids))
+            made.tokens[what] += len(sampled.output_ids)
+            made.need(what != "unexplained", f"{group_id}: {len(sampled.output_ids)} sampled tokens are nowhere")
     delivered = found.counts["tokens_delivered"]
     made.need(delivered == made.tokens["exported"], f"{delivered} tokens counted as delivered, {made.tokens['exported']} are")
 
 
-def generations_of(sample: Mapping[str, Any], by_prompt: Mapping[Ids, Sequence[Sampled]]) -> list[Sampled] | None:
+def generations_of(sample: Mapping[str, Any], by_prompt: Mapping[bytes, Sequence[Sampled]]) -> list[Sampled] | None:
     """The recorded generations that a sample's sampled tokens are made of, in order; None where something else is in it."""
     ids, mask = tuple(sample["token_ids"]), np.asarray(sample["loss_mask"])
     logprobs, versions = tuple(np.float32(sample["logprobs"]).tolist()), tuple(sample["versions"])
@@ -151,13 +169,14 @@ def generations_of(sample: Mapping[str, Any], by_prompt: Mapping[Ids, Sequence[S
     outside = mask == 0
     if np.asarray(logprobs)[outside].any() or (np.asarray(versions)[outside] != -1).any():
         return None
+    packed = pack(ids)
     found: list[Sampled] = []
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
     for at, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         while at < end:
             here = (
                 sampled
-                for sampled in by_prompt.get(ids[:at], ())
+                for sampled in by_prompt.get(packed[: at * WIDTH], ())
                 if 0 < len(sampled.output_ids) <= end - at
                 and (sampled.output_ids, sampled.logprobs, sampled.versions)
                 == tuple(part[at : at + len(sampled.output_ids)] for part in (ids, logprobs, versions))
@@ -170,16 +189,67 @@ def generations_of(sample: Mapping[str, Any], by_prompt: Mapping[Ids, Sequence[S
     return found
 
 
-def fate(sampled: Sampled, group: Mapping[str, Any], starts: set[Ids]) -> str:
+def fate(sampled: Sampled, group: Mapping[str, Any], starts: set[bytes], given_up: Sequence[bytes]) -> str:
     """Why a generation was not exported. starts: the ids from which exported ones were sampled."""
     if group["state"] != "acked":
         return f"{group['state']}: {reason}" if (reason := str(group["reason"] or "").partition(":")[0]) else str(group["state"])
     if group["requeues"]:
         return "requeued"
-    if sampled.input_ids in starts:
-        return "sampled again"  # the answer was lost with whoever waited for it
+    if sampled.prompt in starts:
+        return "sampled again"  # the answer was lost with whoever waited for it; or the rollout went back to a snapshot
+    if any(sampled.prompt.startswith(history) for history in given_up):
+        return "followed what was sampled again"
     failures = [reason.partition(":")[0] for member in group["members"] for reason in member["failures"]]
     return f"attempt ended: {failures[-1]}" if failures else "unexplained"
+
+
+LOST_ANSWERS = "answers that nobody got"
+
+
+def check_ledger(found: Found, made: Audit) -> None:
+    """What the job says became of its tokens adds up, and gives no reason more tokens than were sampled where that reason was at work."""
+    counts, discarded = found.counts, found.counts["ledger"]["discarded"]
+    generated, delivered = counts["tokens_generated"], counts["tokens_delivered"]
+    sampled = sum(len(sampled.output_ids) for sampled in found.record)
+    made.tokens[LOST_ANSWERS] = sampled - generated
+    by_reason = sum(entry["tokens"] for entry in discarded.values())
+    made.need(sampled >= generated, f"{generated} tokens counted as generated, and only {sampled} were sampled")
+    made.need(counts["tokens_standing"] == 0, f"{counts['tokens_standing']} tokens stand with nothing")
+    made.need(
+        generated == delivered + by_reason, f"of {generated} tokens {delivered} were delivered and {by_reason} discarded with a reason"
+    )
+    made.need(counts["tokens_discarded"] == by_reason, f"{counts['tokens_discarded']} tokens discarded, {by_reason} of them with a reason")
+    kept = counts["ledger"]["kept"]["tokens"]
+    made.need(kept == delivered, f"{kept} tokens entered as kept, {delivered} as delivered")
+    most: Counter[str] = Counter()
+    for one in found.record:
+        group = found.groups[one.group_id]
+        for reason in reasons_at(group):
+            most[reason] += len(one.output_ids)
+    for reason, entry in discarded.items():
+        made.need(entry["tokens"] <= most[reason], f"{entry['tokens']} tokens discarded as {reason}, and at most {most[reason]} can be")
+
+
+def reasons_at(group: Mapping[str, Any]) -> set[str]:
+    """Why tokens of a group may have been discarded, by what its own record says."""
+    failures = {f"failed:{reason.partition(':')[0]}" for member in group["members"] for reason in member["failures"]}
+    reasons = failures | {"cut_back", "sampled_anew"}
+    if group["requeues"]:
+        reasons |= {"requeued"}
+    if group["state"] == "cancelled":
+        reasons |= {"cancelled"}
+    if group["state"] == "failed":
+        reasons |= {"sibling_failed"}
+    if group["state"] == "dropped":
+        reasons |= {str(group["reason"])}
+    return reasons
+
+
+def left_keys(found: Mapping[str, float], may_stay_s: Mapping[str, float]) -> list[str]:
+    """What should not be left of a deleted job. found: its keys, and for how long each still lives (-1: for ever). may_stay_s: for how
+    long at most those of a kind, which is the last part of a key's name, may."""
+    kinds = {key: key.rpartition(":")[2] for key in found}
+    return [f"{key} ({ttl_s} s)" for key, ttl_s in sorted(found.items()) if not 0 <= ttl_s <= may_stay_s.get(kinds[key], -1)]
 
 
 def task_of(text: str) -> str:

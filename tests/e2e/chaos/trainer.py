@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,17 @@ BACKLOG = 12
 PAUSE_S = 0.1
 RELABEL_S = 0.3
 ACTIONS = {"ack": 8, "publish_and_ack": 4, "ack_late": 2, "release": 2, "forget": 2}
+
+
+ARRAYS = {"token_ids": "i", "loss_mask": "B", "logprobs": "f", "versions": "i"}
+
+
+def packed(group: dict[str, Any]) -> dict[str, Any]:
+    """The same, its samples in less memory: an hour's are kept."""
+    for trajectory in group["trajectories"]:
+        for sample in trajectory["samples"]:
+            sample |= {name: array(code, sample[name]) for name, code in ARRAYS.items()}
+    return group
 
 
 class Trainer:
@@ -66,7 +78,7 @@ class Trainer:
             return reply.headers["Rollway-Drained"] == "true"
         batch = reply.json()
         for group in batch["groups"]:
-            self.deliveries[group["group_id"]].append(group)
+            self.deliveries[group["group_id"]].append(packed(group))
         steps.create_task(self._use(batch, self._chance.choices(list(ACTIONS), weights=list(ACTIONS.values()))[0]))
         return False
 

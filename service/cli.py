@@ -179,6 +179,47 @@ def demo(
     raise typer.Exit(run_demo(DemoOptions(**given)))
 
 
+@main.command()
+def trainer(
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="required: this trainer takes the time of a step, and learns nothing")
+    ] = False,
+    url: Annotated[str, typer.Option(help="of the gateway")] = f"http://127.0.0.1:{DEFAULT_PORT}",
+    key: Annotated[str, typer.Option(help="API key; none where the gateway has none", envvar=f"{PREFIX}API_KEY")] = "",
+    job: Annotated[str | None, typer.Option(help="id of the job to train")] = None,
+    spec: Annotated[Path | None, typer.Option(help="instead: body of POST /v1/jobs (JSON); a job it creates is deleted after")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="tasks to feed, again and again; unset: made-up prompts without tools")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="passes over --tasks; then train what is left, and end")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="unset: until Ctrl-C, or until the tasks end")] = None,
+    step_s: Annotated[float, typer.Option(min=0, help="seconds that a step computes")] = 10.0,
+    step_sigma: Annotated[float, typer.Option(min=0, help="of their logarithm (lognormal); 0: always the same")] = 0.0,
+    update_s: Annotated[float, typer.Option(min=0, help="seconds that new weights take to the generators")] = 0.0,
+    time_scale: Annotated[
+        float, typer.Option(min=0.001, help="simulated seconds in a real one, for all seconds here and in the report")
+    ] = 1.0,
+    prefetch: Annotated[int, typer.Option(min=0, max=100, help="batches leased ahead")] = 0,
+    weight_updates: Annotated[bool, typer.Option("--weight-updates", help="let the service pause and label generators")] = False,
+    warm_up: Annotated[int, typer.Option(min=0, help="first steps to leave out of the figures")] = 0,
+    lease_s: Annotated[float, typer.Option(min=1, help="lease of a batch in real seconds, renewed at a third of it")] = 60.0,
+    seed: Annotated[int, typer.Option(help="of the step times")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="leave the job that it created")] = False,
+    json: Annotated[bool, typer.Option("--json", help="the figures as JSON on stdout")] = False,
+) -> None:
+    """A trainer without a model: leases batches, takes a step's time, publishes versions; reports wait and staleness."""
+    from service.trainer import Pace, TrainerError, TrainerOptions, run_trainer
+
+    if not simulate:
+        raise typer.BadParameter("add --simulate: there is no other trainer in here; a real one speaks the HTTP API (README)")
+    pace = Pace(step_s=step_s, step_sigma=step_sigma, update_s=update_s, time_scale=time_scale, seed=seed)
+    given: dict[str, Any] = {"url": url, "key": key, "job": job, "spec": spec, "tasks": tasks, "epochs": epochs, "steps": steps}
+    given |= {"prefetch": prefetch, "weight_updates": weight_updates, "warm_up": warm_up, "lease_s": lease_s, "keep": keep, "json": json}
+    try:
+        options = TrainerOptions(pace=pace, **given)
+    except TrainerError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(run_trainer(options))
+
+
 @tasks.command()
 def humaneval(
     out: Annotated[Path | None, typer.Option(help="write here instead of stdout")] = None,

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 PREFIX = "ROLLWAY_"
 
-OF_SCRIPTS = ("CALL", "DEBIAN_MIRROR", "DOCKER_GID", "GENERATOR_PORT", "IMAGE", "MODEL", "NEED_DOCKER", "PORT", "REDIS_IMAGE")
+OF_SCRIPTS = ("API_KEY", "CALL", "DEBIAN_MIRROR", "DOCKER_GID", "GENERATOR_PORT", "IMAGE", "MODEL", "NEED_DOCKER", "PORT", "REDIS_IMAGE")
 """Variables with our prefix that the scripts in deploy/ and .ci/ read, and what commands in sandboxes are marked with."""
 
 FAMILIES_OF_SCRIPTS = ("DEMO_", "SGLANG_", "TEST_")

@@ -102,7 +102,7 @@ class Groups:
                 f"the backlog holds {reply['backlog']} of at most {reply['limit']} groups, {len(tasks)} more do not fit; try again later",
                 retry_after_s=BUSY_RETRY_S,
             )
-        await self._store.to_disk(job)
+        await self._store.to_disk(job, wrote=(job.groups, reply["groups"][-1]) if reply["groups"] else None)
         ids = [(task.task_id, group) for task, group in zip(tasks, reply["groups"], strict=False)]
         return Submitted(groups=ids, backlog=reply["backlog"])
 

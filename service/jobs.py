@@ -100,6 +100,7 @@ class Jobs:
             await self._write(job_id, tenant, spec)
             with unavailable():
                 claimed = await self._store.redis.hsetnx(names, spec.name, job_id)
+            await self._store.names_to_disk(names)
             if claimed and await self._publish(job_id):
                 return await self.get(job_id), True
             with unavailable():
@@ -132,7 +133,8 @@ class Jobs:
             return False
         with unavailable():
             await self._store.redis.sadd(keys.JOBS, job_id)
-        await self._store.to_disk(job)
+        await self._store.to_disk(job, wrote=(job.job, "job_id"))
+        await self._store.names_to_disk(keys.JOBS)
         return True
 
     async def _read(self, job_id: str) -> JobRecord | None:

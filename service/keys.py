@@ -32,6 +32,11 @@ def names(tenant: str) -> str:
     return f"rw:names:{tenant}"
 
 
+def synced(tag: str) -> str:
+    """What is written before a wait for the disk, where the keys of this tag are; or the one key of this name."""
+    return f"rw:{{{tag}}}:synced"
+
+
 def new_job_id() -> str:
     return "j" + secrets.token_hex(8)
 
@@ -191,7 +196,7 @@ class JobKeys:
     @property
     def synced(self) -> str:
         """What is written before a wait for the disk; goes by itself."""
-        return f"rw:{{{self.job_id}}}:synced"
+        return synced(self.job_id)
 
     def journal(self, rollout: str) -> str:
         """List of the entries of a rollout's current attempt."""

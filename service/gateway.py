@@ -24,6 +24,8 @@ from service.rates import Rates
 from service.settings import Settings
 from service.store import Store
 from service.urls import UrlGuard
+from service.weight_store import WeightStore
+from service.weight_updates import WeightUpdates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Gateway:
     leases: Leases
     batches: Batches
     rates: Rates
+    weights: WeightStore
+    updates: WeightUpdates
     exporter: Exporter
     idempotency: Idempotency
     bodies: Bodies

@@ -15,7 +15,7 @@ import orjson
 from service.errors import GeneratorError
 from service.generators import CONTROL_S, NotFoundHereError, control_urls, fetch, headers_of, json_object
 from service.records import GeneratorSpec
-from service.weight_rules import PauseMode
+from service.weight_records import PauseMode
 
 IDLE_POLL_S = 0.2
 QUIET_POLLS = 2

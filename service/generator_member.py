@@ -7,7 +7,7 @@ import time
 from service.errors import GeneratorError
 from service.generation_reply import UnlabelledError
 from service.generators import BusyGeneratorError, GeneratorClient
-from service.weight_rules import GeneratorWeights, Standing
+from service.weight_records import GeneratorWeights, Standing
 
 FAILURES_TO_OPEN = 3
 """One closed keep-alive connection is no illness."""

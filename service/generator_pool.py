@@ -30,7 +30,7 @@ from service.generator_member import FAILURES_TO_OPEN, Member, PulledError, paus
 from service.generators import BusyGeneratorError, GeneratorClient, TimedOutGeneratorError, new_rid, open_session, sampling_params
 from service.records import GeneratorSpec, Sampling
 from service.trajectories import Generation
-from service.weight_rules import GeneratorWeights, JobWeights
+from service.weight_records import GeneratorWeights, JobWeights
 
 logger = logging.getLogger(__name__)
 

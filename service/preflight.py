@@ -12,6 +12,7 @@ from service.errors import GeneratorError
 from service.generators import GeneratorClient
 from service.records import GeneratorSpec, JobSpec, SandboxFields
 from service.store import Store
+from service.weight_records import JobWeights, Standing
 
 ASK_S = 2.0
 """A generator that needs longer to describe itself is not well."""
@@ -156,6 +157,16 @@ async def unwell_findings(store: Store, job_id: str) -> list[Finding]:
     problems = {problem for info in await store.workers() for problem in info.get("unwell_generators", {}).get(job_id, ())}
     cure = "start it, or PATCH generators; rollouts go on by themselves once it answers"
     return [Finding(severity="error", field="generators", problem=problem, cure=cure) for problem in sorted(problems)]
+
+
+def weight_findings(weights: JobWeights) -> list[Finding]:
+    """The job's generators that get no work, since their weights are not those of its version, or in doubt."""
+    cure = "begin a weight update, or abandon the failed one with weights: untouched, if they are"
+    return [
+        Finding(severity="error", field="generators", problem=f"{url} is out of service: {generator.why}", cure=cure)
+        for url, generator in sorted(weights.generators.items())
+        if generator.standing is Standing.QUARANTINED
+    ]
 
 
 def tagged(image: str) -> str:

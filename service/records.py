@@ -270,6 +270,8 @@ class GeneratorSpec(Wire):
     control_urls: list[Url] = Field(default_factory=list, max_length=1000)
 
 
+FLUSH_CACHE = Field(description="weight updates also forget the KV of the weights before; what runs is then computed anew")
+ENVIRONMENT_GAP = Field(ge=0, le=10_000, description="versions between a tool call and the next turn, beyond which a rollout begins anew")
 GROUP_RETRIES = Field(ge=0, le=100_000, description="attempts that infrastructure may cost a group before it fails; null: 2 x group_size")
 MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on short while so many members are left; null: never short")
 
@@ -287,6 +289,8 @@ class JobSpec(Wire):
     max_requeues: int = Field(default=2, ge=0, le=100)
     stale_policy: Literal["requeue", "drop", "pace"] = "requeue"
     weight_update: Literal["in_flight", "abort_resume", "drain"] = "in_flight"
+    flush_cache: Annotated[bool, FLUSH_CACHE] = False
+    max_environment_gap: Annotated[int | None, ENVIRONMENT_GAP] = None
     zero_variance: Literal["keep", "drop"] = "keep"
     group_retries: Annotated[int | None, GROUP_RETRIES] = None
     min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
@@ -313,13 +317,16 @@ class JobSpec(Wire):
 class JobPatch(Wire):
     """What may change in a live job; what is left out stays."""
 
-    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size"})
+    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size", "max_environment_gap"})
     """Where null is a value."""
 
     generators: list[Url | GeneratorSpec] | None = Field(default=None, min_length=1, max_length=1000)
     staleness_budget: int | None = Field(default=None, ge=0, le=10_000)
     max_requeues: int | None = Field(default=None, ge=0, le=100)
     stale_policy: Literal["requeue", "drop", "pace"] | None = None
+    weight_update: Literal["in_flight", "abort_resume", "drain"] | None = None
+    flush_cache: Annotated[bool | None, FLUSH_CACHE] = None
+    max_environment_gap: Annotated[int | None, ENVIRONMENT_GAP] = None
     zero_variance: Literal["keep", "drop"] | None = None
     group_retries: Annotated[int | None, GROUP_RETRIES] = None
     min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None

@@ -4,7 +4,7 @@ What always holds: a change that two make at once is made by one after the other
 stays readable among the last `KEPT`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ from service.errors import ConflictError, NotFoundError
 from service.generators import control_urls
 from service.records import GeneratorSpec, JobSpec
 from service.store import Argument, Store, unavailable
-from service.weight_rules import JobWeights, WeightUpdate, decode, encode
+from service.weight_records import JobWeights, WeightUpdate, decode, encode
 
 KEPT = 16
 """Updates of a job that can still be asked for."""
@@ -27,6 +27,7 @@ _update_decoder = msgspec.json.Decoder(WeightUpdate)
 class Known:
     """A job as far as its weights go."""
 
+    job_id: str
     weights: JobWeights
     raw: bytes
     spec: JobSpec
@@ -52,12 +53,23 @@ class WeightStore:
 
     async def known(self, job_id: str) -> Known:
         """Raises NotFoundError when the job is gone."""
+        known = await self._known(job_id, tombstone=False)
+        if known is None:
+            raise keys.missing(job_id)
+        return known
+
+    async def tombstone(self, job_id: str) -> Known | None:
+        """What a deleted job was; None where nothing is left of it."""
+        return await self._known(job_id, tombstone=True)
+
+    async def _known(self, job_id: str, *, tombstone: bool) -> Known | None:
         fields = ("spec", "weights", "version", "lineage", "tenant", "deleted")
         with unavailable():
             spec, raw, version, lineage, tenant, deleted = await self._store.redis.hmget(keys.JobKeys(job_id).job, *fields)
-        if spec is None or deleted != b"0":
-            raise keys.missing(job_id)
+        if spec is None or (deleted != b"0" and not tombstone):
+            return None
         return Known(
+            job_id=job_id,
             weights=decode(raw),
             raw=raw or b"",
             spec=JobSpec.model_validate_json(spec),
@@ -82,8 +94,7 @@ class WeightStore:
             if weights == known.weights:
                 return weights
             if weights.unsettled:
-                with unavailable():
-                    await self._store.redis.sadd(keys.UNSETTLED, job_id)
+                await self.attend(job_id)
             args = _arguments(known, weights, same_spec=same_spec)
             reply = await self._store.script("weights_write")(job, args)
             if reply["status"] == "missing":
@@ -110,6 +121,11 @@ class WeightStore:
         with unavailable():
             return sorted(member.decode() for member in await self._store.redis.smembers(keys.UNSETTLED))
 
+    async def attend(self, job_id: str) -> None:
+        """Some driver shall look at the job."""
+        with unavailable():
+            await self._store.redis.sadd(keys.UNSETTLED, job_id)
+
     async def settled(self, job_id: str) -> None:
         """Nothing is left to be driven; unless something began meanwhile."""
         with unavailable():
@@ -119,7 +135,7 @@ class WeightStore:
             except NotFoundError:
                 return
             if weights.unsettled:
-                await self._store.redis.sadd(keys.UNSETTLED, job_id)
+                await self.attend(job_id)
 
     async def drive(self, job_id: str, driver: str, *, ttl_s: float) -> bool:
         """Take or renew the right to drive a job's update; 0 gives it up. Whether it is ours."""
@@ -143,19 +159,22 @@ class WeightStore:
             if await self._lives(owner):
                 told = f"another job moves the weights of the generator at {url}"
                 raise ConflictError(f"{told}; a generator takes them from one job at a time: delete that job, or PATCH its generators")
-            await self.release(owner, [url])
+            await self._release(owner, [url])
 
-    async def release(self, job_id: str, urls: Iterable[str]) -> None:
-        """Give up what is still the job's."""
-        names = sorted({canonical(url) for url in urls})
+    async def keep(self, job_id: str, urls: Iterable[str]) -> None:
+        """Give up all that the job has but these."""
+        kept = set(map(canonical, urls))
+        await self._release(job_id, [url for url in await self.claimed(job_id) if url not in kept])
+
+    async def _release(self, job_id: str, names: Sequence[str]) -> None:
         if names:
             await self._store.evaluate(self._store.script("weights_release"), [keys.CONTROL], [job_id, *names])
 
-    async def claimed(self, job_id: str) -> list[str]:
-        """The control URLs that the job has."""
+    async def claimed(self, job_id: str) -> frozenset[str]:
+        """The control URLs that the job has, each in its one spelling."""
         with unavailable():
             owners = await self._store.redis.hgetall(keys.CONTROL)
-        return sorted(url.decode() for url, owner in owners.items() if owner.decode() == job_id)
+        return frozenset(url.decode() for url, owner in owners.items() if owner.decode() == job_id)
 
     async def _lives(self, job_id: str) -> bool:
         with unavailable():

@@ -16,6 +16,7 @@ from service.jobs import Jobs
 from service.leases import Leases
 from service.settings import Settings
 from service.store import open_store
+from service.weight_store import WeightStore
 from workers import metrics
 from workers.backends import open_backends
 from workers.resources import JobContexts, Resources
@@ -57,7 +58,7 @@ async def run(settings: Settings) -> None:
             deployment_id=deployment_id,
             leases=Leases(store, lease_s=settings.lease_s, max_attempts=settings.max_attempts),
             groups=Groups(store, retain_s=settings.retain_s),
-            contexts=await stack.enter_async_context(JobContexts(settings, jobs)),
+            contexts=await stack.enter_async_context(JobContexts(settings, jobs, WeightStore(store))),
             backends=backends.offered,
             http=await stack.enter_async_context(aiohttp.ClientSession()),
             verifying=asyncio.Semaphore(settings.verify_concurrency),

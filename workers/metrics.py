@@ -22,6 +22,7 @@ snapshots = Counter(
     "Snapshots that were due (taken, live: not taken, failed), or gone back to",
     ["result"],
 )
+cuts = Counter("rollway_generations_cut_total", "Generations that an abort ended: as a rule a weight update's")
 cut_tokens = Counter("rollway_tokens_cut_total", "Sampled tokens discarded by going back to a snapshot")
 lost_leases = Counter("rollway_leases_lost_total", "Rollout leases that ran out or were taken over")
 
@@ -31,6 +32,13 @@ tool_seconds = Histogram("rollway_tool_seconds", "Wall time of one tool call", b
 sandbox_seconds = Histogram("rollway_sandbox_start_seconds", "Wall time from the create call to readiness", buckets=_SECONDS)
 
 _CLASSES = ("generator", "sandbox", "verifier", "task", "journal", "misaligned tokens", "internal")
+
+
+def generated(count: int, seconds: float, *, cut: bool) -> None:
+    """One answer of a generator, of `count` tokens."""
+    tokens.inc(count)
+    generate_seconds.observe(seconds)
+    cuts.inc(cut)
 
 
 def reason_class(reason: str) -> str:

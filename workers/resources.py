@@ -17,11 +17,13 @@ from service.groups import Groups
 from service.jobs import JobRecord, Jobs
 from service.leases import Leases
 from service.settings import Settings
+from service.weight_store import WeightStore
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-"""How old a job's version and generators may be: a version read late is only a lower bound, which is what it is used for."""
+"""How old a job's version, generators and their weights may be: a version read late is only a lower bound, which is what it is used for;
+and a generator that is held or in quarantine by now answers nothing, or under a label that is true."""
 
 MAX_UNWELL = 16
 """Generators of one job that a heartbeat names."""
@@ -41,9 +43,10 @@ class JobContext:
 class JobContexts:
     """The contexts of the jobs this worker has rollouts of. Entering yields it; leaving closes every pool."""
 
-    def __init__(self, settings: Settings, jobs: Jobs) -> None:
+    def __init__(self, settings: Settings, jobs: Jobs, weights: WeightStore) -> None:
         self._settings = settings
         self._jobs = jobs
+        self._weights = weights
         self._contexts: dict[str, JobContext] = {}
         self._loading: dict[str, asyncio.Lock] = {}
 
@@ -55,39 +58,43 @@ class JobContexts:
             await context.pool.__aexit__(None, None, None)
         self._contexts.clear()
 
-    async def get(self, job_id: str) -> JobContext:
-        """The job's context, loaded once and refreshed.
+    async def get(self, job_id: str, *, fresh: bool = False) -> JobContext:
+        """The job's context, loaded once and refreshed. fresh: as it is from now on; many that ask at once are served by one look.
 
         Raises:
             InvalidError: its tokenizer or renderer cannot be loaded here.
             NotFoundError: the job is gone.
         """
+        asked_at = time.monotonic()
         async with self._loading.setdefault(job_id, asyncio.Lock()):
             context = self._contexts.get(job_id)
             if context is None:
                 context = self._contexts[job_id] = await self._load(job_id)
-            elif time.monotonic() - context.read_at > REFRESH_S:
+            elif time.monotonic() - context.read_at > REFRESH_S or (fresh and context.read_at < asked_at):
                 await self._refresh(context)
             context.used_at = time.monotonic()
             return context
 
     async def _load(self, job_id: str) -> JobContext:
-        record = await self._jobs.get(job_id)
+        record, weights = await self._jobs.get(job_id), await self._weights.read(job_id)
         model = record.spec.model
         chat = await asyncio.to_thread(load_chat_model, model.tokenizer, model.renderer, settings=self._settings)
         pool = GeneratorPool(record.spec.generator_specs, vocab_size=chat.vocab_size, stop_token_ids=chat.stop_token_ids)
         await pool.__aenter__()
+        pool.take(weights)
         return JobContext(record=record, chat=chat, pool=pool)
 
     async def _refresh(self, context: JobContext) -> None:
+        job_id, asked_at = context.record.job_id, time.monotonic()
         try:
-            record = await self._jobs.get(context.record.job_id)
+            record, weights = await self._jobs.get(job_id), await self._weights.read(job_id)
         except UnavailableError as error:
-            logger.warning("job %s not refreshed: %s", context.record.job_id, error)  # an old version is still a lower bound
+            logger.warning("job %s not refreshed: %s", job_id, error)  # an old version is still a lower bound
             return
         if record.spec.generators != context.record.spec.generators:
             context.pool.update(record.spec.generator_specs)
-        context.record, context.read_at = record, time.monotonic()
+        context.pool.take(weights)
+        context.record, context.read_at = record, asked_at
 
     async def refresh(self) -> None:
         """Take up what changed in the jobs: calls that wait for a generator go to a new one without asking again."""

@@ -229,7 +229,8 @@ class Rollout:
                 return
 
     async def _generate(self, max_new_tokens: int) -> None:
-        self._context = await self._resources.contexts.get(self._lease.job_id)
+        cut = self._progress.finish is FinishReason.ABORT or self._empty_aborts > 0  # by a weight update, most likely: look who serves now
+        self._context = await self._resources.contexts.get(self._lease.job_id, fresh=cut)
         flushing = asyncio.create_task(self._flush())  # beside it: a generation changes nothing outside and can be sampled anew
         try:
             generation = await self._sampled(max_new_tokens)
@@ -242,8 +243,7 @@ class Rollout:
             return
         self._empty_aborts = 0
         self._record(journal.generated(generation, at=time.time(), discard_cut=self._task.sampling.restarts))
-        metrics.tokens.inc(len(generation.token_ids))
-        metrics.generate_seconds.observe(generation.seconds)
+        metrics.generated(len(generation.token_ids), generation.seconds, cut=generation.finish is FinishReason.ABORT)
 
     async def _sampled(self, max_new_tokens: int) -> Generation:
         record = self._context.record

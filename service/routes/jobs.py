@@ -19,6 +19,7 @@ from service.preflight import (
     redis_findings,
     tokenizer_findings,
     unwell_findings,
+    weight_findings,
     worker_findings,
 )
 from service.problems import problem_responses
@@ -81,7 +82,7 @@ async def list_jobs(gateway: GatewayDep, tenant: Tenant) -> Response:
 @router.get("/{job_id}", summary="A job with live counts", responses={200: {"model": JobAnswer}, **problem_responses(404)})
 async def get_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
     record = await gateway.job(job_id, tenant)
-    warnings = await unwell_findings(gateway.store, job_id)
+    warnings = await unwell_findings(gateway.store, job_id) + weight_findings(await gateway.weights.read(job_id))
     return answer(job_answer(record, await gateway.jobs.counts(job_id), warnings=warnings))
 
 
@@ -96,7 +97,10 @@ async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: 
     async with gateway.bodies.held(request) as raw:
         patch = await read_patch(raw)
     await check_patch(gateway, record, patch)
-    return answer(job_answer(await gateway.jobs.patch(job_id, patch), await gateway.jobs.counts(job_id)))
+    patched = await gateway.jobs.patch(job_id, patch)
+    if patch.generators is not None:
+        await gateway.updates.patched(job_id)
+    return answer(job_answer(patched, await gateway.jobs.counts(job_id)))
 
 
 async def read_patch(raw: bytes) -> JobPatch:
@@ -120,6 +124,7 @@ async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> N
     spec = validated(JobSpec, record.spec.model_dump() | changes)
     check_defaults(spec, gateway.settings)
     if patch.generators is not None:
+        await gateway.updates.check_patch(record.job_id)
         await check_generators(gateway, spec.generator_specs)
 
 
@@ -132,6 +137,7 @@ async def check_patch(gateway: Gateway, record: JobRecord, patch: JobPatch) -> N
 async def delete_job(job_id: str, gateway: GatewayDep, tenant: Tenant) -> Response:
     await gateway.job(job_id, tenant)
     await gateway.jobs.delete(job_id)
+    await gateway.updates.deleted(job_id)
     return Response(status_code=204)
 
 

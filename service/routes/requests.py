@@ -1,6 +1,6 @@
 """What the API takes, beyond the records themselves."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -55,11 +55,31 @@ class PolicyBody(Wire):
     rollback: bool = False
 
 
+class WeightUpdateBody(Wire):
+    """Bring the job's generators to weights `version`.
+
+    from_disk: a path as the generators see it; null: the trainer moves the weights itself, between `paused` and finish. rollback: as of
+    PUT policy. timeout_s: the longest that a phase (pausing, the trainer's, loading) may take. flush_cache: null: the job's.
+    """
+
+    version: Version
+    from_disk: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    rollback: bool = False
+    timeout_s: float = Field(default=600.0, ge=1, le=21_600)
+    flush_cache: bool | None = None
+
+
+class AbandonBody(Wire):
+    """Whether the trainer has moved weights, or may have."""
+
+    weights: Literal["untouched", "moved"]
+
+
 class EmptyBody(Wire):
     """Nothing, or `{}`."""
 
 
-BODIES = (JobSpec, JobPatch, TasksBody, BatchBody, ExtendBody, PolicyBody, EmptyBody)
+BODIES = (JobSpec, JobPatch, TasksBody, BatchBody, ExtendBody, PolicyBody, WeightUpdateBody, AbandonBody, EmptyBody)
 """Bodies are read and validated by the routes themselves (bounded, off the loop); OpenAPI learns of them here."""
 
 

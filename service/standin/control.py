@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -23,7 +24,9 @@ class Control:
 
     def __init__(self, engine: Engine, *, model_path: str, vocab_size: int, context_tokens: int) -> None:
         self._engine = engine
-        self._model_path = model_path
+        self._model_path = self._tokenizer_path = model_path
+        self._told: str | None = None
+        """The label that `/model_info` goes on to tell after a load that was answered as a failure."""
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
         self._healthy = True
@@ -73,22 +76,33 @@ class Control:
         if body.get("abort_all_requests", True):
             self._engine.abort_all()
         self._engine.relabel(label)
+        self._told = None
         return answer({"success": True, "message": f"Weight version updated to {label}", "new_version": label})
 
     async def load(self, request: web.Request) -> web.Response:
-        """Load weights: of which a stand-in has only the label. With requests that stand still, the flush fails as SGLang's does."""
+        """Load weights: of which a stand-in has only the label, and asks only that the path be there, where it is one of this machine.
+
+        With requests that stand still in place, the flush fails as SGLang's does: the weights move, and the label in `/model_info` does not.
+        """
         body = await _object(request)
-        _required(body, "model_path")
+        path = _required(body, "model_path")
         label = body.get("weight_version")
         if body.get("abort_all_requests", False):
             self._engine.abort_all()
+        if path.startswith("/") and not Path(path).exists():
+            message = f"Failed to get weights iterator: there is nothing at '{path}'."
+            return answer({"success": False, "message": message, "num_paused_requests": 0}, status=400)
         async with self._engine.drained():
+            told = self._told or self._engine.label
             if isinstance(label, str):
                 self._engine.relabel(label)
-        if body.get("flush_cache", True) and any(not running.retractions for running in self._engine.running.values()):
+            in_the_way = body.get("flush_cache", True) and any(not running.retractions for running in self._engine.running.values())
+            self._told = told if in_the_way else None
+        if in_the_way:
             detail = "because requests are still running or queued. Retract or finish them, then call /flush_cache."
             message = f"Weights were updated, but the cache was not flushed {detail}"
             return answer({"success": False, "message": message, "num_paused_requests": 0}, status=400)
+        self._model_path = path
         updated = f" Weight version updated to {label}." if isinstance(label, str) else ""
         return answer({"success": True, "message": f"Succeeded to update model weights.{updated}", "num_paused_requests": 0})
 
@@ -102,10 +116,10 @@ class Control:
             {
                 "model_path": self._model_path,
                 "served_model_name": self._model_path,
-                "tokenizer_path": self._model_path,
+                "tokenizer_path": self._tokenizer_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "weight_version": self._engine.label,
+                "weight_version": self._told or self._engine.label,
                 "load_format": "auto",
                 "reasoning_parser": None,
                 "tool_call_parser": None,

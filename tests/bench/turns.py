@@ -38,6 +38,7 @@ from service.records import JobSpec, TaskSpec
 from service.settings import Settings
 from service.store import Store, open_store
 from service.tokenizers import make_qwen3
+from service.weight_store import WeightStore
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker
 
@@ -160,7 +161,7 @@ async def measure(store: Store, settings: Settings, url: str, *, name: str, in_f
     submitted = await groups.submit(job.job_id, [task(number, turns) for number in range(rollouts)])
     stopping = asyncio.Event()
     leases = Leases(store, lease_s=settings.lease_s, max_attempts=3)
-    async with JobContexts(settings, jobs) as contexts, aiohttp.ClientSession() as http:
+    async with JobContexts(settings, jobs, WeightStore(store)) as contexts, aiohttp.ClientSession() as http:
         await contexts.get(job.job_id)
         resources = Resources(
             settings=settings,

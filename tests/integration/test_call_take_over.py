@@ -18,6 +18,7 @@ from service.keys import JobKeys
 from service.leases import Lease
 from service.records import Limits, Message, SandboxFields, TaskSpec
 from service.settings import Settings
+from service.weight_store import WeightStore
 from tests.sandbox_backends import IMAGE, bash, has_engine, has_namespaces, make
 from tests.store_stack import Stack, store_at
 from workers.attempt_sandbox import AttemptSandbox
@@ -101,7 +102,7 @@ async def scene(request: pytest.FixtureRequest, empty_redis_url: str, tmp_path: 
     async with store_at(empty_redis_url) as store, aiohttp.ClientSession() as http, first, second:
         stack = Stack(store)
         await stack.open_job(group_size=1, model={"tokenizer": str(qwen3_dir), "renderer": "qwen3", "context_tokens": 1000})
-        async with JobContexts(settings, stack.jobs) as contexts:
+        async with JobContexts(settings, stack.jobs, WeightStore(stack.store)) as contexts:
             resources = Resources(
                 settings=settings,
                 worker="w2",

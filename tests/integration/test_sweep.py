@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from sandboxes.docker import DockerBackend
 from service.settings import Settings
+from service.weight_store import WeightStore
 from tests.sandbox_backends import DEPLOYMENT, IMAGE, docker_host, has_engine, spec
 from tests.store_stack import Stack, store_at
 from workers.owners import sandbox_name
@@ -62,7 +63,7 @@ async def test_case_035_only_the_sandboxes_of_live_rollouts_stay(stack: Stack, e
     async with (
         DockerBackend(deployment_id=OURS, docker_host=docker_host()) as backend,
         DockerBackend(deployment_id=THEIRS, docker_host=docker_host()) as other,
-        JobContexts(settings, stack.jobs) as contexts,
+        JobContexts(settings, stack.jobs, WeightStore(stack.store)) as contexts,
         aiohttp.ClientSession() as http,
     ):
         try:

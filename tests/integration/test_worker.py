@@ -19,6 +19,7 @@ from service.leases import Lease
 from service.records import GroupState, Message, SandboxFields, TaskSpec
 from service.settings import Settings
 from service.store import Store
+from service.weight_store import WeightStore
 from tests.store_stack import Stack, store_at
 from workers.resources import JobContexts, Resources
 from workers.rollout import MAX_EXPIRIES, Hold, drive
@@ -36,7 +37,7 @@ async def stack(empty_redis_url: str) -> AsyncIterator[Stack]:
 @asynccontextmanager
 async def resources_of(stack: Stack, tokenizer: Path, **backends: Any) -> AsyncIterator[Resources]:
     settings = Settings(redis_url=SecretStr(stack.store.url), tokenizer_roots=[tokenizer.parent], lease_s=1.5, grace_s=1.0)
-    async with JobContexts(settings, stack.jobs) as contexts, aiohttp.ClientSession() as http:
+    async with JobContexts(settings, stack.jobs, WeightStore(stack.store)) as contexts, aiohttp.ClientSession() as http:
         resources = Resources(
             settings=settings,
             worker="w1",

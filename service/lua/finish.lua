@@ -12,10 +12,11 @@ if call('HGET', FENCES, rid) ~= fence then return reply('lost') end
 call('ZREM', LEASES, rid)
 call('HDEL', FENCES, rid)
 for field, value in pairs(cmsgpack.unpack(ARGV[4])) do r[field] = value end
-r.state, r.worker, r.settled, r.ended_at = 'ended', nil, fence, now
+local spent = r.seconds or {}
+r.state, r.worker, r.settled, r.ended_at, r.seconds = 'ended', nil, fence, now, nil
 save(ROLLOUTS, rid, r)
 enter_member(rid, r, g)
-note_member(r, g, now)
+note_member(r, g, spent, now)
 if r.oldest_version then
   g.oldest_version = math.min(g.oldest_version or r.oldest_version, r.oldest_version)
   g.oldest_lineage = math.min(g.oldest_lineage or r.oldest_lineage, r.oldest_lineage)

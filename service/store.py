@@ -51,6 +51,9 @@ return #KEYS == 1 and 1 or redis.call('HEXISTS', KEYS[2], ARGV[1])
 """
 """A small write for `to_disk`, on a key of its own: nothing of a job that was deleted meanwhile comes back."""
 
+BEAT = f"{THROUGH_WHEN_FULL}return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"
+"""A heartbeat replaces the one before: a worker whose Redis is full still lives, and what it holds is not swept."""
+
 DISK_WAIT_MS = 5000
 """Longest wait for the disk. The write stands in memory by then; going on risks repeated work only, never a wrong sample."""
 
@@ -68,7 +71,7 @@ AWAY_CURE = "Start it, correct the URL, or unset the setting for an embedded Val
 POOL: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "health_check_interval": 30}
 
 Argument = str | bytes | int | float
-AWAY = (*TROUBLE, OutOfMemoryError, ReadOnlyError)
+AWAY = (*TROUBLE, ReadOnlyError)
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def unavailable() -> Iterator[None]:
     except AWAY as error:
         raise UnavailableError(f"the store is away ({type(error).__name__}: {error})", retry_after_s=1.0) from error
     except ResponseError as error:
-        if "OOM" not in str(error):
+        if not isinstance(error, OutOfMemoryError) and "OOM" not in str(error):  # a script's is a text
             raise
         raise UnavailableError("the store is out of memory; raise its maxmemory", retry_after_s=5.0) from error
 
@@ -245,7 +248,7 @@ class Store:
         """Say that `worker` lives for another `ttl_s`. Raises UnavailableError."""
         entry = msgspec.msgpack.encode({"info": info, "until": time.time() + ttl_s})
         with unavailable():
-            await self.redis.hset(keys.WORKERS, worker, entry)
+            await self.redis.eval(BEAT, 1, keys.WORKERS, worker, entry)
 
     async def workers(self) -> list[dict[str, Any]]:
         """The live workers, as `{"worker": name, **info}`; forgets the others. Raises UnavailableError."""

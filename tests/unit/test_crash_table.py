@@ -11,8 +11,10 @@ from tests.e2e.doomed import GATEWAYS, LOSERS, WORKERS
 
 TESTS = Path(__file__).parent.parent
 TABLE = (TESTS.parent / "workers" / "CRASHES.md").read_text()
-STEPS = {file.stem for file in LUA.glob("*.lua") if file.stem not in SHARED and not file.stem.startswith("weights_")} - {"append"}
-"""What is done to jobs, groups and rollouts in one step; appends by what is appended."""
+READS = {"window"}
+OF_GENERATORS = {file.stem for file in LUA.glob("weights_*.lua")}
+STEPS = {file.stem for file in LUA.glob("*.lua")} - {*SHARED, *READS, *OF_GENERATORS, "append"}
+"""What changes jobs, groups and rollouts, in one step each; appends by what is appended."""
 SHOWN = re.findall(r"`((?:unit|contract|integration|e2e)/\w+\.py)?(?:::(\w+))?`", TABLE)
 
 

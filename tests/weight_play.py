@@ -4,7 +4,7 @@ import asyncio
 import json
 from array import array
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,15 @@ from tokenizers import Tokenizer
 
 from service.generator_pool import GeneratorPool
 from service.records import FinishReason, GeneratorSpec, Sampling
+from service.store import Store
 from service.trajectories import Generation
 from service.weight_store import WeightStore
-from tests.standin_stack import chatml
+from tests.gateway_play import job_body
+from tests.gateway_stack import RunningGateway
+from tests.standin_stack import chatml, standin, tiny_model
 
+TOKENS = 300
+TOKENS_PER_S = 300.0
 LOOK_S = 0.05
 
 
@@ -153,3 +158,51 @@ def pair(label: int | str) -> tuple[int, int]:
     """(lineage, version) of a label; a bare number is of the first lineage."""
     lineage, _, version = str(label).rpartition(".")
     return int(lineage or 0), int(version)
+
+
+@dataclass(slots=True)
+class Scene:
+    """A job on stand-ins, and a worker that samples from them."""
+
+    urls: list[str]
+    records: list[Path]
+    trainer: Trainer
+    player: Player
+    folder: Path
+
+    async def turns(self, group: asyncio.TaskGroup, count: int = 4, tokens: int = TOKENS) -> "list[asyncio.Task[Any]]":
+        """So many turns, begun; they are with the engines when this returns."""
+        tasks = [group.create_task(self.player.turn(tokens, rollout_id=f"r{number}")) for number in range(count)]
+        await sampling(*self.urls, count=count)
+        return tasks
+
+    def check(self, turns: "list[asyncio.Task[Any]]", tokens: int = TOKENS) -> None:
+        """Every token is there, under the weights that its engine recorded for it."""
+        for task in turns:
+            turn = task.result()
+            assert len(turn.ids) == len(turn.versions) == tokens
+            assert turn.versions == as_recorded(turn, dict(zip(self.urls, self.records, strict=True)))
+
+
+def body_of(*generators: Any, **job: Any) -> dict[str, Any]:
+    model = {"tokenizer": "tiny", "renderer": "chatml", "context_tokens": 4096}
+    return job_body(model=model, generators=list(generators), **job)
+
+
+@asynccontextmanager
+async def scene(gateway: RunningGateway, folder: Path, count: int = 1, **job: Any) -> AsyncIterator[Scene]:
+    async with gateway.client() as api, scene_at(api, gateway.store, folder, count, **job) as on:
+        yield on
+
+
+@asynccontextmanager
+async def scene_at(api: httpx.AsyncClient, store: Store, folder: Path, count: int = 1, **job: Any) -> AsyncIterator[Scene]:
+    tokenizer, _ = tiny_model(folder / "tiny")
+    records = [folder / f"record{number}.jsonl" for number in range(count)]
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(standin(folder, record=record, tokens_per_s=TOKENS_PER_S)) for record in records]
+        reply = await api.post("/v1/jobs", json=body_of(*urls, **job))
+        assert reply.status_code == 201, reply.text
+        job_id = reply.json()["job_id"]
+        player = await stack.enter_async_context(playing(urls, WeightStore(store), job_id, tokenizer))
+        yield Scene(urls, records, Trainer(api, job_id), player, folder)

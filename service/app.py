@@ -21,7 +21,7 @@ from service.jobs import Jobs
 from service.leases import Leases
 from service.metrics import Metrics, MetricsMiddleware
 from service.rates import Rates
-from service.routes import batches, groups, jobs, rollouts, system, tasks, throughput, weights
+from service.routes import batches, groups, jobs, rollouts, solve_rates, system, tasks, throughput, weights
 from service.settings import Settings
 from service.store import Store, open_store
 from service.urls import UrlGuard
@@ -50,7 +50,7 @@ def create_app(
             stop.set()
 
     app = FastAPI(title="Rollway", version=version("rollway"), description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False)
-    for module in (system, jobs, tasks, groups, rollouts, batches, throughput, weights):
+    for module in (system, jobs, tasks, groups, rollouts, batches, solve_rates, throughput, weights):
         app.include_router(module.router)
     app.add_middleware(AuthMiddleware, auth=Auth(settings))
     app.add_middleware(MetricsMiddleware, metrics=metrics)

@@ -25,7 +25,8 @@ JOURNAL_ROUNDS = 20
 class BatchGroup:
     """staleness: policy version at the lease minus the oldest sampled one, at least 0.
 
-    rollouts: the `size` members that ended; those that the group was to have more, up to `requested_size`, failed.
+    rollouts: the `size` members that ended, each with its index among all; those that the group was to have more, up to `requested_size`,
+    failed.
     """
 
     group_id: str
@@ -92,7 +93,7 @@ class Batches:
             match reply["status"]:
                 case "journals":
                     stale = reply["groups"]
-                    journals = [key for group in stale for key in job.journals(group, reply["group_size"])]
+                    journals = [key for group in stale for key in job.journals(group, reply["members"])]
                 case "ok":
                     await self._store.to_disk(job)
                     return await self._record(job, reply["batch_id"], msgspec.convert(reply["batch"], BatchFields))
@@ -168,8 +169,8 @@ class Batches:
     async def spoil(self, batch: BatchRecord, group_id: str, reason: str) -> None:
         """A group of it cannot be exported: that one fails with `reason`, and the others are the first to be leased again. Idempotent."""
         job = keys.JobKeys(batch.job_id)
-        sizes = [group.requested_size for group in batch.groups if group.group_id == group_id]
-        journals = job.journals(group_id, sizes[0])
+        indices = [rollout.index for group in batch.groups if group.group_id == group_id for rollout in group.rollouts]
+        journals = [job.journal(keys.rollout_id(group_id, index)) for index in indices]
         await self._store.script("spoil")(job, [batch.batch_id, group_id, reason[:2000]], journals=journals)
 
     async def extend(self, batch_id: str, lease_s: float) -> float:

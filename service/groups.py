@@ -48,7 +48,8 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """One group with its members by index, `requested_size` of them. `size`: without those that failed and were left out of it.
+    """One group with its members by index: `requested_size` and the job's extra ones. `size`: those of them that ended or still may;
+    the others failed and were left out, or the group had enough without them.
 
     failed_attempts: how often infrastructure ended an attempt of a member, against the job's `group_retries`.
     """
@@ -148,7 +149,7 @@ class Groups:
         """
         group = await self.get(group_id)
         job = keys.JobKeys(group.job_id)
-        reply = await self._store.script("cancel")(job, [group_id], journals=job.journals(group_id, group.requested_size))
+        reply = await self._store.script("cancel")(job, [group_id], journals=job.journals(group_id, len(group.members)))
         if reply["status"] == "missing":
             raise keys.missing(group_id)
         if reply["status"] == "leased":
@@ -172,7 +173,7 @@ class Groups:
         except NotFoundError:
             raise keys.missing(rollout_id) from None
         index = keys.index_of(rollout_id)
-        if index >= group.requested_size:
+        if index >= len(group.members):
             raise keys.missing(rollout_id)
         return group.members[index]
 
@@ -210,12 +211,12 @@ async def read_groups(store: Store, job: keys.JobKeys, ids: Sequence[str], *, st
         raw = await store.redis.hmget(job.groups, ids)
     found = [(group, decode_group(data)) for group, data in zip(ids, raw, strict=True) if data is not None]
     found = [(group, fields) for group, fields in found if state is None or fields.state == state]
-    names = [keys.rollout_id(group, index) for group, fields in found for index in range(fields.requested_size)]
+    names = [keys.rollout_id(group, index) for group, fields in found for index in range(fields.member_count)]
     if not names:
         return []
     with unavailable():
         members = iter(zip(names, await store.redis.hmget(job.rollouts, names), strict=True))
-    return [_group(job.job_id, group, fields, [next(members) for _ in range(fields.requested_size)]) for group, fields in found]
+    return [_group(job.job_id, group, fields, [next(members) for _ in range(fields.member_count)]) for group, fields in found]
 
 
 def _group(job_id: str, group: str, fields: GroupFields, members: Iterable[tuple[str, bytes | None]]) -> GroupRecord:

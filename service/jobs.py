@@ -14,6 +14,7 @@ from service import keys
 from service.errors import ConflictError, GoneError, InvalidError, NotFoundError
 from service.ledger import Ledger, read_ledger
 from service.records import JobPatch, JobSpec
+from service.stale_work import stop_stale
 from service.staleness import capacity
 from service.store import Store, unavailable
 from service.stored import batch_journals
@@ -60,6 +61,7 @@ class JobCounts:
     leased_rollouts: int
     in_flight_rollouts: int
     left_out_rollouts: int
+    surplus_rollouts: int
     tokens_generated: int
     tokens_discarded: int
     tokens_delivered: int
@@ -198,6 +200,7 @@ class Jobs:
                 raise keys.missing(job_id)
             if reply["status"] == "ok":
                 await self._store.to_disk(job)
+                await stop_stale(self._store, job_id)
                 return await self.get(job_id)
 
     async def delete(self, job_id: str) -> None:
@@ -261,6 +264,7 @@ class Jobs:
             leased_rollouts=leased,
             in_flight_rollouts=pending + leased,
             left_out_rollouts=counted.get("left_out_rollouts", 0),
+            surplus_rollouts=counted.get("surplus_rollouts", 0),
             tokens_generated=generated,
             tokens_discarded=discarded,
             tokens_delivered=delivered,
@@ -297,6 +301,7 @@ class Jobs:
             case "gone":
                 raise GoneError(f"batch {reply['batch_id']} ran out and one of its groups is no longer its; nothing was changed")
         await self._store.to_disk(job)
+        await stop_stale(self._store, job_id)
         return await self.get(job_id)
 
 
@@ -323,6 +328,8 @@ def _gate(spec: JobSpec) -> dict[str, Any]:
         "capacity": "" if places is None else places,
         "budget": "" if spec.staleness_budget is None else spec.staleness_budget,
         "group_size": spec.group_size,
+        "extra_members": spec.extra_members,
+        "weight": spec.weight,
         "max_in_flight": spec.max_in_flight_rollouts,
         "queue_groups": spec.queue_groups,
         "backlog_limit": spec.backlog_limit,

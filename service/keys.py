@@ -189,6 +189,21 @@ class JobKeys:
         return self.all[19]
 
     @property
+    def oldest(self) -> str:
+        """Zset of rollouts that run and ready groups, by the lineage and version of their oldest sampled token."""
+        return self.all[20]
+
+    @property
+    def solve_rates(self) -> str:
+        """Hash task id -> sums over its groups."""
+        return self.all[21]
+
+    @property
+    def solve_order(self) -> str:
+        """Zset of tasks by the number of their last change."""
+        return self.all[22]
+
+    @property
     def driver(self) -> str:
         """Which gateway drives the job's weight update; goes by itself when that one dies."""
         return f"rw:{{{self.job_id}}}:driver"
@@ -228,5 +243,8 @@ PARTS = (
     "sampled",
     "ledger",
     "rates",
+    "oldest",
+    "solve_rates",
+    "solve_order",
 )
 """The order of KEYS. `spent`: zset of acked groups whose place waits for the version to pass the score."""

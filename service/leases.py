@@ -13,15 +13,18 @@ import msgspec
 from service import keys
 from service.crash_points import reached
 from service.errors import LeaseLostError
+from service.fair_share import Load
 from service.journal import AnyEntry, Generated, Restored, SandboxOpened, decode, encode
 from service.records import GroupState, Outcome
-from service.store import Argument, Store, unavailable
+from service.stale_work import stop_stale
+from service.store import AWAY, Argument, Store, unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """One rollout in a worker's hand. `fence`: an integer as text, higher than that of every earlier lease of this rollout.
 
+    members: of its group, those included that the job has more than it takes.
     resumed: its journal is not empty. queued_s: since it was queued, or came back.
     sandbox_losses: how often the model destroyed its sandbox. expiries: how often a lease of this attempt ran out.
     """
@@ -32,7 +35,7 @@ class Lease:
     index: int
     attempt: int
     fence: str
-    group_size: int
+    members: int
     resumed: bool
     queued_s: float
     cancelled: bool
@@ -45,7 +48,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """Rollouts that are no longer ours: `lost` to another worker or an end, `cancelled` by the client or a failed sibling."""
+    """Rollouts that are no longer ours. Those in `lost` may be another worker's; attempts in `cancelled` are nobody's any more: the client,
+    a failed sibling, enough siblings or a new version ended them."""
 
     lost: frozenset[str]
     cancelled: frozenset[str]
@@ -98,6 +102,21 @@ class Leases:
         resumed = await self._with_journal(job, [entry["rollout_id"] for entry in reply["leases"] if entry["again"]])
         return [_lease(job_id, entry, reply, resumed) for entry in reply["leases"]]
 
+    async def loads(self, job_ids: Sequence[str]) -> dict[str, Load]:
+        """What each job has of all workers now, in one round trip; without those on nodes of a cluster that are away."""
+        if not job_ids:
+            return {}
+        with unavailable():
+            pipeline = self._store.redis.pipeline(transaction=False)
+            for job in map(keys.JobKeys, job_ids):
+                pipeline.zcard(job.leases)
+                pipeline.hget(job.job, "weight")
+            replies = await pipeline.execute(raise_on_error=False)
+            read = [pair for pair in zip(job_ids, replies[::2], replies[1::2], strict=True) if not isinstance(pair[1], AWAY)]
+            if not read:
+                raise replies[0]
+            return {job_id: Load(in_flight=in_flight, weight=float(weight or 1)) for job_id, in_flight, weight in read}
+
     async def _with_journal(self, job: keys.JobKeys, rollouts: Sequence[str]) -> frozenset[str]:
         if not rollouts:
             return frozenset()
@@ -109,10 +128,12 @@ class Leases:
         return frozenset(rollout for rollout, there in zip(rollouts, replies, strict=True) if there)
 
     async def renew(self, job_id: str, leases: Iterable[Lease]) -> Renewal:
-        """Hold these for another `lease_s`."""
-        pairs = [part for lease in leases for part in (lease.rollout_id, lease.fence)]
-        reply = await self._store.script("renew")(keys.JobKeys(job_id), [self._lease_s, *pairs])
-        return Renewal(lost=frozenset(reply["lost"]), cancelled=frozenset(reply["cancelled"]))
+        """Hold these for another `lease_s`. Work of the job that can no longer be in time is stopped; the next renewal tells."""
+        parts = [part for lease in leases for part in (lease.rollout_id, lease.fence, lease.attempt)]
+        reply = await self._store.script("renew")(keys.JobKeys(job_id), [self._lease_s, *parts])
+        if reply["stale"]:
+            await stop_stale(self._store, job_id)
+        return Renewal(lost=frozenset(reply["lost"]), cancelled=frozenset(reply["over"]))
 
     async def append(self, lease: Lease, entries: Sequence[AnyEntry], *, at_index: int, durable: bool = False) -> None:
         """Append to the journal, whose length the caller believes to be `at_index`. Repeating a call after a lost reply is safe.
@@ -125,9 +146,10 @@ class Leases:
         job = keys.JobKeys(lease.job_id)
         sandbox = next((entry.id for entry in entries if isinstance(entry, SandboxOpened | Restored)), "")
         sampled = sum(len(entry.token_ids) // 4 for entry in entries if isinstance(entry, Generated))
-        args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, sampled, *map(encode, entries)]
+        args: list[Argument] = [lease.rollout_id, lease.fence, at_index, sandbox, sampled, _oldest_place(entries), *map(encode, entries)]
         reached("before", *entries)
-        length = await self._store.append([job.fences, job.journal(lease.rollout_id), job.rollouts, job.counts, job.sampled], args)
+        names = [job.fences, job.journal(lease.rollout_id), job.rollouts, job.counts, job.sampled, job.oldest]
+        length = await self._store.append(names, args)
         if length < 0:
             why = "its lease is another's" if length == -1 else f"its journal is not {at_index} entries long"
             raise LeaseLostError(f"{lease.rollout_id}: {why}")
@@ -186,7 +208,7 @@ class Leases:
 
     async def _settle(self, name: str, lease: Lease, args: Sequence[Argument]) -> dict[str, Any]:
         job = keys.JobKeys(lease.job_id)
-        journals = job.journals(lease.group_id, lease.group_size)
+        journals = job.journals(lease.group_id, lease.members)
         reply = await self._store.script(name)(job, [lease.group_id, lease.rollout_id, lease.fence, *args], journals=journals)
         if reply["status"] != "ok":
             raise LeaseLostError(f"{lease.rollout_id}: its lease is another's, or its group has ended")
@@ -209,6 +231,12 @@ class Leases:
         return {name: int(msgspec.msgpack.decode(data)["attempt"]) for name, data in records}
 
 
+def _oldest_place(entries: Iterable[AnyEntry]) -> int | str:
+    """Where the oldest token in them stands among all (place_of in moves.lua); empty: nothing that may train was sampled."""
+    spans = (span for entry in entries if isinstance(entry, Generated) and not entry.discarded for span in entry.spans)
+    return min((lineage * 2**32 + version for version, lineage, start, end in spans if end > start), default="")
+
+
 def _lease(job_id: str, entry: dict[str, Any], reply: dict[str, Any], resumed: frozenset[str]) -> Lease:
     rollout = entry["rollout_id"]
     return Lease(
@@ -218,7 +246,7 @@ def _lease(job_id: str, entry: dict[str, Any], reply: dict[str, Any], resumed: f
         index=keys.index_of(rollout),
         attempt=entry["attempt"],
         fence=entry["fence"],
-        group_size=reply["group_size"],
+        members=reply["members"],
         resumed=rollout in resumed,
         queued_s=float(entry["queued_s"]),
         cancelled=False,

@@ -41,6 +41,7 @@ COUNTS = (
     "leased_rollouts",
     "in_flight_rollouts",
     "left_out_rollouts",
+    "surplus_rollouts",
     "tokens_generated",
     "tokens_discarded",
     "tokens_delivered",

@@ -276,6 +276,10 @@ GROUP_RETRIES = Field(ge=0, le=100_000, description="attempts that infrastructur
 MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on short while so many members are left; null: never short")
 
 
+EXTRA_MEMBERS = "rollouts of a group beyond group_size: the first group_size that end are taken, the others stopped"
+WEIGHT = "share of the workers, against the weights of the other jobs that have work"
+
+
 class JobSpec(Wire):
     """One training run. `staleness_budget: null` turns the gate off; then `queue_groups` bounds what is out and ready."""
 
@@ -283,6 +287,8 @@ class JobSpec(Wire):
     model: ModelFields
     generators: list[Url | GeneratorSpec] = Field(min_length=1, max_length=1000)
     group_size: int = Field(default=8, ge=1, le=MAX_GROUP_SIZE)
+    extra_members: int = Field(default=0, ge=0, le=MAX_GROUP_SIZE - 1, description=EXTRA_MEMBERS)
+    weight: float = Field(default=1.0, ge=0.01, le=100, description=WEIGHT)
     groups_per_step: int = Field(default=1, ge=1, le=10_000)
     steps_per_version: int = Field(default=1, ge=1, le=1000)
     staleness_budget: int | None = Field(default=1, ge=0, le=10_000)
@@ -303,11 +309,19 @@ class JobSpec(Wire):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.max_in_flight_rollouts < self.group_size:
-            raise ValueError("max_in_flight_rollouts is below group_size: no group could ever start; raise it")
+        if self.members > MAX_GROUP_SIZE:
+            raise ValueError(f"extra_members: with group_size there are more than {MAX_GROUP_SIZE} members; lower one of them")
+        if self.max_in_flight_rollouts < self.members:
+            sizes = "group_size" if not self.extra_members else "group_size and extra_members together"
+            raise ValueError(f"max_in_flight_rollouts is below {sizes}: no group could ever start; raise it")
         if self.min_group_size is not None and self.min_group_size > self.group_size:
             raise ValueError("min_group_size is above group_size: no group has so many members; lower it, or leave it out")
         return self
+
+    @property
+    def members(self) -> int:
+        """Rollouts of one group, those included that it has more than it takes."""
+        return self.group_size + self.extra_members
 
     @property
     def generator_specs(self) -> list[GeneratorSpec]:
@@ -321,6 +335,7 @@ class JobPatch(Wire):
     """Where null is a value."""
 
     generators: list[Url | GeneratorSpec] | None = Field(default=None, min_length=1, max_length=1000)
+    weight: float | None = Field(default=None, ge=0.01, le=100, description=WEIGHT)
     staleness_budget: int | None = Field(default=None, ge=0, le=10_000)
     max_requeues: int | None = Field(default=None, ge=0, le=100)
     stale_policy: Literal["requeue", "drop", "pace"] | None = None

@@ -37,7 +37,7 @@ LUA = Path(__file__).parent / "lua"
 MAX_CONNECTIONS = 10_000
 """The number of concurrent callers is bounded where they start; a small pool would only fail or queue unfairly here."""
 
-SHARED = ("state", "ledger", "rates", "moves")
+SHARED = ("state", "ledger", "rates", "solve_rates", "moves")
 """What stands before each step that works on a job."""
 
 FEEDING = frozenset({"append", "submit", "take"})

@@ -43,6 +43,12 @@ class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
     oldest_version: int | None = None
     ended_at: float | None = None
     failed_attempts: int = 0
+    members: int | None = None
+
+    @property
+    def member_count(self) -> int:
+        """Rollouts of the group: `requested_size` and the job's extra ones."""
+        return self.members or self.requested_size
 
 
 class BatchEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +90,8 @@ async def batch_journals(store: Store, job: JobKeys, batch: str) -> list[str]:
     """The journals of a batch's rollouts; none when there is no such batch. Raises UnavailableError."""
     with unavailable():
         raw = await store.redis.hget(job.batches, batch)
-        size = await store.redis.hget(job.job, "group_size")
+        size, extra = await store.redis.hmget(job.job, "group_size", "extra_members")
     if raw is None or size is None:
         return []
-    return [key for entry in decode_batch(raw).groups for key in job.journals(entry.group_id, int(size))]
+    members = int(size) + int(extra or 0)
+    return [key for entry in decode_batch(raw).groups for key in job.journals(entry.group_id, members)]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from sandboxes.base import SandboxBackend, SandboxError
 from sandboxes.pool import SandboxPool
 from service.errors import LeaseLostError, NotFoundError, UnavailableError
+from service.fair_share import fill
 from service.jobs import Jobs
 from service.leases import Lease
 from service.store import Store
@@ -62,7 +63,6 @@ class Worker:
         self._resources = resources
         self._settings = resources.settings
         self._held: dict[str, Held] = {}
-        self._job_ids: list[str] = []
         self._turn = 0
         self.name = resources.worker
 
@@ -97,23 +97,17 @@ class Worker:
             pass
 
     async def _take(self) -> int:
-        """Fill the free slots, each job an equal share first, so that a big backlog does not starve another job."""
+        """Fill the free slots, each job with its share."""
         free = self._settings.worker_rollouts - len(self._held)
         if free <= 0:
             return 0
-        self._job_ids = await self._jobs.ids()
-        await self._resources.contexts.forget(frozenset(self._job_ids) | {held.lease.job_id for held in self._held.values()})
-        self._turn += 1
-        order = self._job_ids[self._turn % max(1, len(self._job_ids)) :] + self._job_ids[: self._turn % max(1, len(self._job_ids))]
-        taken = 0
-        for place, job_id in enumerate(order):
-            share = -(-(free - taken) // (len(order) - place))
-            taken += await self._take_from(job_id, share)
-        return taken
+        job_ids = await self._jobs.ids()
+        await self._resources.contexts.forget(frozenset(job_ids) | {held.lease.job_id for held in self._held.values()})
+        self._turn = (self._turn + 1) % max(1, len(job_ids))
+        turns = job_ids[self._turn :] + job_ids[: self._turn]  # of two with the same load, now the one and now the other is first
+        return await fill(free, await self._resources.leases.loads(turns), self._take_from)
 
     async def _take_from(self, job_id: str, n: int) -> int:
-        if n <= 0:
-            return 0
         asked_at = asyncio.get_running_loop().time()
         try:
             leases = await self._resources.leases.take(job_id, self.name, n=n)

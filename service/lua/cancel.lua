@@ -8,6 +8,6 @@ if not g then return reply('missing') end
 if g.state == 'leased' then return reply('leased', { batch_id = g.batch_id }) end
 if not g.ended_at then
   end_group(gid, g, 'cancelled', nil, now, 'cancelled')
-  unlink_journals(1, g.requested_size)
+  unlink_journals(1, member_count(g))
 end
 return reply('ok')

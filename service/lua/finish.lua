@@ -17,9 +17,11 @@ r.state, r.worker, r.settled, r.ended_at, r.seconds = 'ended', nil, fence, now, 
 save(ROLLOUTS, rid, r)
 enter_member(rid, r, g)
 note_member(r, g, spent, now)
+add_reward(r, g)
 if r.oldest_version then
   g.oldest_version = math.min(g.oldest_version or r.oldest_version, r.oldest_version)
   g.oldest_lineage = math.min(g.oldest_lineage or r.oldest_lineage, r.oldest_lineage)
+  call('ZADD', OLDEST, place_of(r.oldest_lineage, r.oldest_version), rid)
 end
 settle_group(gid, g, job, now)
 return reply('ok', { state = g.state })

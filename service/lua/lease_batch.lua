@@ -1,5 +1,5 @@
 -- Leases n ready groups to the trainer, or none; first turns away those that may not train.
--- Journals: those of the groups named in ARGV 6.., group_size each.
+-- Journals: those of the groups named in ARGV 6.., all members of each.
 -- ARGV: n, allow_fewer ('1'), lease_s, trains_version or '', request key, then groups whose journals were passed.
 -- Reply: ok {batch_id, batch}; none {drained: nothing is left to come but what is ready}; above {limit}; behind {version}; acked: the key's batch is done;
 --   journals {groups}: call again with the journals of these, which are to be turned away.
@@ -39,12 +39,12 @@ repeat
   for _, gid in ipairs(page) do sort_out(gid) end
   from = from + #page
 until #page == 0 or #fresh == n
-if #unknown > 0 then return reply('journals', { groups = unknown, group_size = job.group_size }) end
+if #unknown > 0 then return reply('journals', { groups = unknown, members = job.members }) end
 
 for _, item in ipairs(unfit) do
-  turn_away(item.id, item.g, job, now)
-  local first = passed[item.id] * job.group_size
-  unlink_journals(first + 1, first + item.g.requested_size)
+  turn_away(item.id, item.g, job, item.g.oldest_lineage, now)
+  local first = passed[item.id] * job.members
+  unlink_journals(first + 1, first + member_count(item.g))
 end
 if #fresh == 0 or #fresh < n and not fewer then
   local left = call('ZCARD', BACKLOG) + counted('running') + counted('leased')

@@ -14,26 +14,59 @@ local function requeue_rollout(rid, r, now)
   save(ROLLOUTS, rid, r)
 end
 
--- Takes every member out of the queues and from its worker. Members that have not ended become cancelled. why: for the books.
-local function stop_members(gid, g, now, why)
-  for i = 0, g.requested_size - 1 do
+-- Out of the queues and from its worker, with the tokens of an attempt that has not ended. why: for the books.
+local function withdraw(rid, why)
+  call('ZREM', PENDING, rid)
+  call('ZREM', LEASES, rid)
+  call('HDEL', FENCES, rid)
+  enter_discarded(take_sampled(rid), why)
+end
+
+-- Members that have not ended become cancelled; how many. stop_reason: of each of them, or nil.
+local function stop_members(gid, g, now, why, stop_reason)
+  local stopped = 0
+  for i = 0, member_count(g) - 1 do
     local rid = member(gid, i)
-    call('ZREM', PENDING, rid)
-    call('ZREM', LEASES, rid)
-    call('HDEL', FENCES, rid)
     local r = load(ROLLOUTS, rid)
     if r and r.state ~= 'ended' and r.state ~= 'failed' then
-      r.state, r.worker, r.ended_at = 'cancelled', nil, now
+      withdraw(rid, why)
+      r.state, r.worker, r.ended_at, r.stop_reason = 'cancelled', nil, now, stop_reason
       save(ROLLOUTS, rid, r)
-      enter_discarded(take_sampled(rid), why)
+      stopped = stopped + 1
     end
   end
+  return stopped
+end
+
+-- Places in OLDEST: by lineage, then version.
+local function place_of(lineage, version) return lineage * 2 ^ 32 + version end
+
+-- What lies below may not train any more.
+local function oldest_allowed(job)
+  local bound = job.stale_policy ~= 'pace' and job.budget
+  return place_of(job.lineage, bound and math.max(0, job.version - bound) or 0)
+end
+
+local function oldest_place(gid, g)
+  if g.state ~= 'running' then return tonumber(call('ZSCORE', OLDEST, gid)) end
+  local oldest
+  for i = 0, member_count(g) - 1 do
+    local place = tonumber(call('ZSCORE', OLDEST, member(gid, i)))
+    oldest = place and math.min(place, oldest or place) or oldest
+  end
+  return oldest
 end
 
 local function leave_state(gid, g)
   if g.state == 'running' or g.state == 'leased' then count(g.state, -1) end
+  if g.state == 'running' then
+    for i = 0, member_count(g) - 1 do call('ZREM', OLDEST, member(gid, i)) end
+  end
   if g.state == 'queued' then call('ZREM', BACKLOG, gid) end
-  if g.state == 'ready' then call('ZREM', READY, gid) end
+  if g.state == 'ready' then
+    call('ZREM', READY, gid)
+    call('ZREM', OLDEST, gid)
+  end
 end
 
 -- The one end of a group. Its place in the gate goes back here, except for an acked one (see ack_batch). why: it was discarded, for the books.
@@ -54,39 +87,38 @@ local function end_group(gid, g, state, reason, now, why)
   save(GROUPS, gid, g)
 end
 
--- Whether the rewards of the members that ended differ. One that is left to the trainer may.
-local function rewards_vary(gid, g)
-  local first
-  for i = 0, g.requested_size - 1 do
-    local r = load(ROLLOUTS, member(gid, i))
-    if r.state == 'ended' then
-      if r.reward == nil or first and r.reward ~= first then return true end
-      first = r.reward
-    end
+-- The group has enough: members that have not ended are stopped, and their journals go.
+local function stop_surplus(gid, g, now)
+  if g.size == g.ended then return end
+  count('surplus_rollouts', stop_members(gid, g, now, 'surplus', 'surplus'))
+  for i = 0, member_count(g) - 1 do
+    if load(ROLLOUTS, member(gid, i)).state == 'cancelled' then unlink_journals(i + 1, i + 1) end
   end
-  return false
+  g.size = g.ended
 end
 
--- Saves a running group one of whose members just ended or was left out. Was it the last one, the group is ready, or dropped.
--- Journals: those of all members.
+-- Saves a running group one of whose members just ended or was left out. Are there enough now, or was it the last one, the group is ready,
+-- or dropped. Journals: those of all members.
 local function settle_group(gid, g, job, now)
-  if g.ended < g.size then
-    save(GROUPS, gid, g)
-  elseif job.zero_variance == 'drop' and g.requested_size > 1 and not rewards_vary(gid, g) then
+  if g.ended < math.min(g.size, g.requested_size) then return save(GROUPS, gid, g) end
+  stop_surplus(gid, g, now)
+  add_solve_rate(g)
+  if job.zero_variance == 'drop' and g.requested_size > 1 and not rewards_vary(g) then
     note_complete(g, now, false)
     end_group(gid, g, 'dropped', 'zero_variance', now, 'zero_variance')
-    unlink_journals(1, g.requested_size)
+    unlink_journals(1, member_count(g))
   else
     leave_state(gid, g)
     note_complete(g, now, true)
     g.state, g.ready_at, g.ready_version = 'ready', now, job.version
     g.oldest_version, g.oldest_lineage = g.oldest_version or job.version, g.oldest_lineage or job.lineage
     call('ZADD', READY, ready_place(g), gid)
+    call('ZADD', OLDEST, place_of(g.oldest_lineage, g.oldest_version), gid)
     save(GROUPS, gid, g)
   end
 end
 
--- The same task once more: new attempts of the same rollouts. The caller unlinks the journals.
+-- The same task once more: new attempts of the same rollouts, whatever they are doing. The caller unlinks the journals.
 local function rerun_group(gid, g, now, why)
   leave_state(gid, g)
   call('SREM', CHARGED, gid)
@@ -95,10 +127,11 @@ local function rerun_group(gid, g, now, why)
   note_refused(g, now)
   g.state, g.requeues, g.ended, g.sampled_tokens, g.lengths, g.queued_at = 'queued', g.requeues + 1, 0, 0, nil, now
   g.oldest_version, g.oldest_lineage, g.batch_id, g.last_batch, g.ready_at = nil, nil, nil, nil, nil
-  g.size, g.failed_attempts, g.work, g.ready_version = g.requested_size, nil, nil, nil
-  for i = 0, g.requested_size - 1 do
+  g.size, g.failed_attempts, g.work, g.rewards, g.ready_version = member_count(g), nil, nil, nil, nil
+  for i = 0, member_count(g) - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid)
+    withdraw(rid, why)
     save(ROLLOUTS, rid, { state = 'waiting', attempt = r.attempt + 1, strikes = 0, sandbox_losses = 0, failures = r.failures,
       created_at = r.created_at })
   end
@@ -106,15 +139,11 @@ local function rerun_group(gid, g, now, why)
   save(GROUPS, gid, g)
 end
 
-local function stale(g, job)
-  if g.oldest_lineage < job.lineage then return true end
-  if not job.budget or job.stale_policy == 'pace' then return false end
-  return job.version - g.oldest_version > job.budget
-end
+local function stale(g, job) return place_of(g.oldest_lineage, g.oldest_version) < oldest_allowed(job) end
 
--- A ready group that may not train.
-local function turn_away(gid, g, job, now)
-  local dead = g.oldest_lineage < job.lineage and 'rolled_back'
+-- A group that may not train. lineage: of its oldest token.
+local function turn_away(gid, g, job, lineage, now)
+  local dead = lineage < job.lineage and 'rolled_back'
   if job.stale_policy == 'drop' or g.requeues >= job.max_requeues then
     end_group(gid, g, 'dropped', 'stale', now, dead or 'stale')
   else
@@ -131,6 +160,7 @@ local function return_batch(bid, b, state, now)
       leave_state(entry.group_id, g)
       g.state, g.batch_id, g.last_batch = 'ready', nil, bid
       call('ZADD', READY, ready_place(g) - FRONT, entry.group_id)
+      if state == 'rolled_back' then call('ZADD', OLDEST, place_of(g.oldest_lineage, g.oldest_version), entry.group_id) end
       save(GROUPS, entry.group_id, g)
     end
   end

@@ -6,7 +6,7 @@ for _, item in ipairs(old) do
   local kind, id = string.sub(item, 1, 1), string.sub(item, 3)
   if kind == 'g' then
     local g = load(GROUPS, id)
-    for i = 0, g and g.requested_size - 1 or -1 do
+    for i = 0, g and member_count(g) - 1 or -1 do
       call('HDEL', ROLLOUTS, member(id, i))
       call('HDEL', SAMPLED, member(id, i)) -- from a gateway that kept no books
     end

@@ -2,7 +2,7 @@
 -- Journals: those of all members. ARGV: group id, rollout id, fence, index, reason, retry ('1'), counts ('1'), max_attempts.
 -- Reply: ok {state}: pending, left_out or group_failed; lost.
 -- What always holds: attempts are bounded, per rollout (also those that do not count) and per group. A fault of the task (no retry)
--- fails its group at once; else a group goes on without a member as long as min_group_size of them are left.
+-- fails its group at once; else a group goes on without a member as long as min_group_size of them are left, or, with no such, group_size.
 local job = read_job()
 if not job then return reply('missing') end
 local gid, rid, fence, index, reason, now = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5], seconds()
@@ -22,6 +22,7 @@ if destroyed then r.sandbox_losses = r.sandbox_losses + 1 end
 if counts and not destroyed then g.failed_attempts = (g.failed_attempts or 0) + 1 end
 r.settled, r.sandbox_id = fence, nil
 enter_discarded(take_sampled(rid), 'failed:' .. reason_of(reason))
+call('ZREM', OLDEST, rid)
 
 -- Why there is no other attempt; nil: there is one.
 local function used_up()
@@ -46,7 +47,8 @@ call('ZREM', LEASES, rid)
 call('HDEL', FENCES, rid)
 r.state, r.worker, r.ended_at, r.outcome = 'failed', nil, now, 'failed'
 save(ROLLOUTS, rid, r)
-if retry and job.min_group_size and g.size > job.min_group_size then
+local least = job.min_group_size or g.requested_size
+if retry and g.size > least then
   g.size = g.size - 1
   count('left_out_rollouts')
   unlink_journals(index + 1, index + 1)
@@ -58,8 +60,10 @@ end
 if over then
   reason = reason .. (string.find(reason, ':', 1, true) and '; ' or ': ') .. over
     .. ' (' .. whole(g.failed_attempts or 0) .. ' failed attempts in the group)'
-  if job.min_group_size then reason = reason .. ', and fewer than min_group_size ' .. whole(job.min_group_size) .. ' would be left' end
+  if least < member_count(g) then
+    reason = reason .. ', and fewer than ' .. (job.min_group_size and 'min_group_size ' or 'group_size ') .. whole(least) .. ' would be left'
+  end
 end
 end_group(gid, g, 'failed', reason, now, 'sibling_failed')
-unlink_journals(1, g.requested_size)
+unlink_journals(1, member_count(g))
 return reply('ok', { state = 'group_failed' })

@@ -14,8 +14,8 @@ for i = 1, tasks do
   local at, n = 3 * i - 1, last - tasks + i
   local gid = job_id .. '-g' .. whole(n)
   local g = {
-    n = n, task_id = ARGV[at], priority = tonumber(ARGV[at + 1]), state = 'queued', size = job.group_size,
-    requested_size = job.group_size, requeues = 0, ended = 0, sampled_tokens = 0, created_at = now, queued_at = now,
+    n = n, task_id = ARGV[at], priority = tonumber(ARGV[at + 1]), state = 'queued', size = job.members,
+    members = job.members, requested_size = job.group_size, requeues = 0, ended = 0, sampled_tokens = 0, created_at = now, queued_at = now,
   }
   save(GROUPS, gid, g)
   call('HSET', TASKS, gid, ARGV[at + 2])

@@ -15,7 +15,7 @@ end
 
 -- nil: another group may go; else what holds it back.
 local function held_back()
-  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.group_size > job.max_in_flight then return 'capped' end
+  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.members > job.max_in_flight then return 'capped' end
   local out = job.capacity and call('SCARD', CHARGED) or counted('running') + call('ZCARD', READY)
   if out >= (job.capacity or job.queue_groups) then return 'gated' end
 end
@@ -27,7 +27,7 @@ local function dispatch(gid)
   count('running')
   g.state = 'running'
   save(GROUPS, gid, g)
-  for i = 0, g.requested_size - 1 do
+  for i = 0, member_count(g) - 1 do
     local rid = member(gid, i)
     local r = load(ROLLOUTS, rid) or { attempt = 1, strikes = 0, sandbox_losses = 0, failures = {}, created_at = g.created_at }
     r.state, r.place, r.queued_at, r.dispatched_at = 'pending', turn * 1024 + i, g.queued_at, now
@@ -72,6 +72,6 @@ for i = 1, #taken, 2 do
   save(ROLLOUTS, rid, r)
 end
 return reply('ok', {
-  leases = leases, tenant = call('HGET', JOB, 'tenant'), version = job.version, lineage = job.lineage, group_size = job.group_size,
+  leases = leases, tenant = call('HGET', JOB, 'tenant'), version = job.version, lineage = job.lineage, members = job.members,
   new_epoch = new_epoch,
 })

@@ -32,8 +32,8 @@ class LedgerAnswer(BaseModel):
 
     kept: FateAnswer = Field(description="acked by the trainer")
     discarded: dict[str, FateAnswer] = Field(
-        description="by reason: stale, requeued, rolled_back, zero_variance, cancelled, sibling_failed, failed:<why> (attempts without a "
-        "trajectory); cut_back and sampled_anew are tokens that a rollout gave up and went on"
+        description="by reason: stale, requeued, rolled_back, zero_variance, surplus, cancelled, sibling_failed, failed:<why> (attempts "
+        "without a trajectory); cut_back and sampled_anew are tokens that a rollout gave up and went on"
     )
 
 
@@ -54,7 +54,8 @@ class CountsAnswer(BaseModel):
     pending_rollouts: int
     leased_rollouts: int
     in_flight_rollouts: int
-    left_out_rollouts: int = Field(description="members that failed and were left out of a short group")
+    left_out_rollouts: int = Field(description="members that failed and were left out of a group")
+    surplus_rollouts: int = Field(description="members that were stopped since their group had enough without them (extra_members)")
     tokens_generated: int = Field(description="sampled and journaled: delivered, discarded or standing")
     tokens_discarded: int
     tokens_delivered: int
@@ -122,7 +123,7 @@ class GroupAnswer(BaseModel):
     task_id: str
     state: GroupState
     reason: str | None
-    size: int = Field(description="members without those that failed and were left out (min_group_size)")
+    size: int = Field(description="members that ended or still may: the others failed and were left out, or were surplus")
     requested_size: int
     requeues: int
     failed_attempts: int = Field(description="attempts that infrastructure ended, against group_retries")

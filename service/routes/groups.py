@@ -33,7 +33,7 @@ async def list_groups(
     job_id: str, gateway: GatewayDep, tenant: Tenant, state: State = None, after: After = None, limit: Limit = 100
 ) -> Response:
     job = await gateway.job(job_id, tenant)
-    most = max(1, min(limit, MAX_PAGE_ROLLOUTS // job.spec.group_size))
+    most = max(1, min(limit, MAX_PAGE_ROLLOUTS // job.spec.members))
     records = await gateway.groups.list(job_id, state=state, after=after, limit=most)
     last = records[-1].group_id if len(records) == most else None
     return answer(GroupsAnswer(groups=[group_answer(record) for record in records], next=last))

@@ -175,6 +175,6 @@ async def test_nothing_is_left_of_acked_work(stack: Stack) -> None:
     brief = Groups(stack.store, retain_s=0.01)
     await asyncio.sleep(0.02)
     assert await brief.purge(stack.job_id) == 20 + 1 + 1  # groups, the batch, the request that submitted them
-    assert await stack.job_keys() == {"job", "counts", "ledger", "rates"}
+    assert await stack.job_keys() == {"job", "counts", "ledger", "rates", "solve_rates", "solve_order"}
     with pytest.raises(NotFoundError):
         await stack.groups.get(leases[0].group_id)

@@ -5,8 +5,7 @@ Time is played by moving the end of a lease into the past.
 """
 
 import asyncio
-import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,22 +14,26 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from service import keys
 from service.batches import BatchRecord, NothingReady
-from service.errors import ConflictError, GoneError, LeaseLostError
+from service.errors import ConflictError, GoneError, InvalidError, LeaseLostError
 from service.groups import GroupRecord
 from service.jobs import JobCounts
 from service.keys import JobKeys
 from service.leases import Lease
 from service.ledger import together
-from service.records import GroupState
+from service.records import GroupState, JobPatch
 from service.store import open_store
+from tests.gate_model import OUT, GateModel
 from tests.store_stack import Stack, ended, fast_settings, group_ids
 
 pytestmark = pytest.mark.redis
 
 picks = st.integers(min_value=0, max_value=1000)
-OUT = {GroupState.RUNNING, GroupState.READY, GroupState.LEASED}
-"""States in which a group holds a place."""
+ages = st.integers(min_value=0, max_value=2)
+budgets = st.sampled_from([0, 0, 1, 2, None])
+policies = st.sampled_from(["requeue", "drop", "pace"])
+filters = st.sampled_from(["keep", "drop"])
 
 
 class Gate(RuleBasedStateMachine):
@@ -45,26 +48,27 @@ class Gate(RuleBasedStateMachine):
         return self.runner.run(call)
 
     @initialize(
-        budget=st.sampled_from([0, 0, 1, 2]),
-        policy=st.sampled_from(["requeue", "drop", "pace"]),
-        zero_variance=st.sampled_from(["keep", "drop"]),
+        budget=budgets,
+        policy=policies,
+        zero_variance=filters,
         size=st.sampled_from([1, 2, 3]),
+        extra=st.sampled_from([0, 0, 1, 2]),
         retries=st.sampled_from([None, 0, 1]),
         short=st.booleans(),
     )
-    def start(self, budget: int, policy: str, zero_variance: str, size: int, retries: int | None, short: bool) -> None:
-        self.budget, self.policy = budget, policy
-        self.retries, self.least = 2 * size if retries is None else retries, 1 if short else size
+    def start(self, budget: int | None, policy: str, zero_variance: str, size: int, extra: int, retries: int | None, short: bool) -> None:
+        self.model = GateModel(budget=budget, policy=policy)
+        self.retries, self.least, self.size, self.extra = 2 * size if retries is None else retries, 1 if short else size, size, extra
         self.held: list[Lease] = []
-        self.batches: list[BatchRecord] = []
+        self.batches: list[tuple[BatchRecord, int]] = []
+        """With the version that must have passed before their places are free."""
         self.fences: dict[str, int] = {}
         self.ids: list[str] = []
-        self.version = self.lineage = 0
         opened = self.do(self.exit.enter_async_context(open_store(fast_settings(self.url))))
         self.do(opened.redis.flushall())
         self.stack = Stack(opened, max_attempts=2)
         fields = {"staleness_budget": budget, "stale_policy": policy, "zero_variance": zero_variance, "max_requeues": 1}
-        members = {"group_size": size, "group_retries": retries, "min_group_size": 1 if short else None}
+        members = {"group_size": size, "extra_members": extra, "group_retries": retries, "min_group_size": 1 if short else None}
         self.do(self.stack.open_job(**fields, **members))
 
     def teardown(self) -> None:
@@ -98,13 +102,14 @@ class Gate(RuleBasedStateMachine):
         assert current, "an old fence was let through"
 
     @precondition(lambda self: self.held)
-    @rule(pick=picks, reward=st.sampled_from([0.0, 1.0]), age=st.integers(min_value=0, max_value=2), given_up=st.integers(0, 2))
+    @rule(pick=picks, reward=st.sampled_from([0.0, 1.0]), age=ages, given_up=st.integers(0, 2))
     def finish(self, pick: int, reward: float, age: int, given_up: int) -> None:
         async def one(lease: Lease) -> None:
             journaled = int(await self.stack.store.redis.hget(JobKeys(self.stack.job_id).sampled, lease.rollout_id) or 0)
             tokens = {"tokens": max(0, journaled - given_up), "discarded_tokens": min(journaled, given_up)}
-            fields = {"version": max(0, self.version - age), "lineage": self.lineage, "reward": reward}
+            fields = {"version": max(0, self.model.version - age), "lineage": self.model.lineage, "reward": reward}
             await self.stack.leases.finish(lease, ended(**fields, **tokens))
+            self.model.sampled(lease, max(0, self.model.version - age), exactly=True)
 
         self.work(pick, one)
 
@@ -112,14 +117,25 @@ class Gate(RuleBasedStateMachine):
     def a_good_worker_runs_all_it_can(self) -> None:
         for number, lease in enumerate(self.do(self.stack.take())):
             self.fences[lease.rollout_id] = int(lease.fence)
-            self.do(self.stack.leases.finish(lease, ended(version=self.version, lineage=self.lineage, reward=float(number))))
+            self.do(self.finish_well(lease, number))
+
+    async def finish_well(self, lease: Lease, number: int) -> None:
+        """Unless its group has enough without it."""
+        try:
+            await self.stack.leases.finish(lease, ended(version=self.model.version, lineage=self.model.lineage, reward=float(number)))
+        except LeaseLostError:
+            assert self.extra
+        else:
+            self.model.sampled(lease, self.model.version, exactly=True)
 
     @precondition(lambda self: self.held)
-    @rule(pick=picks, tokens=st.integers(min_value=0, max_value=5))
-    def append(self, pick: int, tokens: int) -> None:
+    @rule(pick=picks, tokens=st.integers(min_value=0, max_value=5), age=ages)
+    def append(self, pick: int, tokens: int, age: int) -> None:
         async def one(lease: Lease) -> None:
-            length = len(await self.stack.leases.journal(lease.rollout_id))
-            await self.stack.sample(lease, tokens, at_index=length, version=self.version, lineage=self.lineage)
+            length, version = len(await self.stack.leases.journal(lease.rollout_id)), max(0, self.model.version - age)
+            await self.stack.sample(lease, tokens, at_index=length, version=version, lineage=self.model.lineage)
+            if tokens:
+                self.model.sampled(lease, version)
 
         self.work(pick, one)
 
@@ -150,41 +166,103 @@ class Gate(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------------------------- the trainer
 
-    @rule(n=st.integers(min_value=1, max_value=2), fewer=st.booleans())
-    def lease(self, n: int, fewer: bool) -> None:
-        found = self.do(self.stack.lease(n, allow_fewer=fewer))
+    @rule(n=st.integers(min_value=1, max_value=3), fewer=st.booleans(), ahead=st.integers(min_value=-1, max_value=2))
+    def lease(self, n: int, fewer: bool, ahead: int) -> None:
+        trains = None if ahead < 0 else self.model.version + ahead
+        try:
+            found = self.do(self.stack.lease(n, allow_fewer=fewer, trains_version=trains))
+        except InvalidError:
+            assert self.model.capacity is not None
+            assert n > self.model.capacity
+            return
+        assert self.model.capacity is None or n <= self.model.capacity
         if isinstance(found, NothingReady):
             return
-        assert self.policy == "pace" or max(group.staleness for group in found.groups) <= self.budget
         assert len(found.groups) == n or (fewer and found.groups)
         assert all(len(group.rollouts) == group.size >= self.least for group in found.groups)
-        self.batches.append(found)
+        runs = [self.do(self.stack.groups.get(group)).requeues for group in group_ids(found)]
+        self.batches.append((found, self.model.leased(found, runs, trains)))
 
     @precondition(lambda self: self.batches)
     @rule(pick=picks)
     def trainer_dies(self, pick: int) -> None:
-        key, batch = JobKeys(self.stack.job_id).batch_leases, self.batches[pick % len(self.batches)].batch_id
+        key, batch = JobKeys(self.stack.job_id).batch_leases, self.batches[pick % len(self.batches)][0].batch_id
         self.do(self.stack.store.redis.zadd(key, {batch: 1.0}, xx=True))
 
     @precondition(lambda self: self.batches)
-    @rule(pick=picks, bump=st.booleans())
-    def ack(self, pick: int, bump: bool) -> None:
-        batch = self.batches[pick % len(self.batches)].batch_id
+    @rule(pick=picks)
+    def release_batch(self, pick: int) -> None:
         try:
-            self.do(self.stack.bump(self.version + 1, ack=[batch]) if bump else self.stack.batches.ack(batch))
+            self.do(self.stack.batches.release(self.batches[pick % len(self.batches)][0].batch_id))
+        except ConflictError:
+            pass  # it was acked
+
+    @precondition(lambda self: self.batches)
+    @rule(pick=picks, step=st.integers(min_value=0, max_value=2))
+    def ack(self, pick: int, step: int) -> None:
+        """Alone, or together with a later version."""
+        batch, until = self.batches[pick % len(self.batches)]
+        try:
+            if step:
+                self.publish(self.model.version + step, ack=[batch.batch_id])
+            else:
+                self.do(self.stack.batches.ack(batch.batch_id))
         except GoneError:
             return
-        self.version += bump
+        ends = [group for group in group_ids(batch) if self.do(self.stack.groups.get(group)).state is GroupState.ACKED]
+        self.model.acked(ends, until)
 
+    @rule(step=st.integers(min_value=0, max_value=3))
+    def bump(self, step: int) -> None:
+        """A trainer may skip versions, and say the same one twice."""
+        self.publish(self.model.version + step)
+
+    @precondition(lambda self: self.model.version > 0)
     @rule()
-    def bump(self) -> None:
-        self.version += 1
-        self.do(self.stack.bump(self.version))
+    def a_lower_version_is_refused(self) -> None:
+        with pytest.raises(ConflictError):
+            self.do(self.stack.bump(self.model.version - 1))
 
     @rule(back=st.integers(min_value=0, max_value=2))
     def rollback(self, back: int) -> None:
-        self.version, self.lineage = max(0, self.version - back), self.lineage + 1
-        self.do(self.stack.bump(self.version, rollback=True))
+        self.publish(max(0, self.model.version - back), rollback=True)
+
+    def publish(self, version: int, *, ack: Sequence[str] = (), rollback: bool = False) -> None:
+        model, old = self.model, (self.model.version, self.model.lineage)
+        model.version, model.lineage = version, model.lineage + rollback
+        try:
+            self.do(self.stops(self.stack.bump(version, ack=ack, rollback=rollback)))
+        except GoneError:
+            model.version, model.lineage = old
+            raise
+        if rollback:
+            model.free_all()
+
+    @rule(budget=budgets, policy=policies, zero_variance=filters, per_step=st.integers(1, 3), steps=st.integers(1, 2))
+    def patch(self, budget: int | None, policy: str, zero_variance: str, per_step: int, steps: int) -> None:
+        model = self.model
+        model.budget, model.policy, model.per_step, model.steps = budget, policy, per_step, steps
+        gate = {"staleness_budget": budget, "groups_per_step": per_step, "steps_per_version": steps}
+        changed = JobPatch(**gate, stale_policy=policy, zero_variance=zero_variance)
+        self.do(self.stops(self.stack.jobs.patch(self.stack.job_id, changed)))
+        if budget is None:
+            model.free_all()
+        model.most = max(self.do(self.stack.charged()), model.capacity or 0)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def renew(self) -> None:
+        """Finds what sampled old tokens since the last version came."""
+        self.do(self.stops(self.stack.leases.renew(self.stack.job_id, self.held)))
+
+    async def stops(self, change: Awaitable[Any]) -> None:
+        """Make this change: it stops the groups that can no longer be in time, and no other."""
+        before = await self.stack.groups.list(self.stack.job_id, limit=1000)
+        await change
+        for group in before:
+            after = await self.stack.groups.get(group.group_id)
+            dropped = after.state is GroupState.DROPPED and group.state is not GroupState.DROPPED
+            assert (after.requeues > group.requeues or dropped) == self.model.too_late(group, after.state), (group, after)
 
     # ---------------------------------------------------------------------------------------------------- what always holds
 
@@ -198,7 +276,8 @@ class Gate(RuleBasedStateMachine):
         counts = await stack.jobs.counts(stack.job_id)
         groups = {group.group_id: group for group in await stack.groups.list(stack.job_id, limit=1000)}
         states = [group.state for group in groups.values()]
-        assert counts.charged <= 2 * (self.budget + 1) == counts.capacity
+        assert counts.capacity == self.model.capacity
+        assert self.model.within(counts.charged), "over capacity"
         await self.check_books(counts, groups.values())
         assert list(groups) == self.ids
 
@@ -214,9 +293,9 @@ class Gate(RuleBasedStateMachine):
         for group in groups.values():
             self.check_members(group)
         charged = {name.decode() for name in await client.smembers(job.charged)}
-        spent = await members(job.all[9])
-        assert charged == {name for name, group in groups.items() if group.state in OUT} | spent
-        assert all(groups[name].state is GroupState.ACKED for name in spent)
+        assert charged == self.model.holds(groups.values())
+        aged = {keys.group_of(name) if "-r" in name else name for name in await members(job.oldest)}
+        assert aged <= {name for name, group in groups.items() if group.state in (GroupState.RUNNING, GroupState.READY)}
         leased, fenced = await members(job.leases), {name.decode() for name in await client.hkeys(job.fences)}
         rollouts = {member.rollout_id: member.state for group in groups.values() for member in group.members}
         assert leased == fenced == {name for name, state in rollouts.items() if state == "leased"}
@@ -239,68 +318,59 @@ class Gate(RuleBasedStateMachine):
     def check_members(self, group: GroupRecord) -> None:
         """No group goes on with too few members, and none costs more attempts than its retries and one for each that is left out."""
         states = [member.state for member in group.members]
-        assert group.failed_attempts <= self.retries + group.requested_size
+        assert len(states) == self.size + self.extra
+        assert group.failed_attempts <= self.retries + len(states)
         if group.state is GroupState.FAILED:
             assert "failed" in states
-            return
-        assert group.size >= self.least
-        assert states.count("failed") == group.requested_size - group.size
-        if group.state in (GroupState.READY, GroupState.LEASED, GroupState.ACKED):
-            assert states.count("ended") == group.size
+        elif group.state in (GroupState.READY, GroupState.LEASED, GroupState.ACKED):
+            assert self.least <= group.size == states.count("ended") <= group.requested_size
+        elif group.state in (GroupState.QUEUED, GroupState.RUNNING):
+            assert group.size == len(states) - states.count("failed") >= self.least
 
     async def finish_everything(self) -> None:
-        """No deadlock: a plain worker and a plain trainer always come to the end of whatever was left behind."""
+        """No deadlock, whatever was left behind: a trainer that asks for exactly groups_per_step, and publishes a version only after its
+        batches, always gets them; and where nothing more is submitted, one that takes fewer comes to the end."""
         stack, job = self.stack, JobKeys(self.stack.job_id)
         for queue in (job.leases, job.batch_leases):
             for name in await stack.store.redis.zrange(queue, 0, -1):
                 await stack.store.redis.zadd(queue, {name: 1.0})
+        waited = [*self.model.until.values(), *(until for _, until in self.batches)]
+        self.model.version = max([self.model.version, *waited]) + 1  # what was acked is trained on
+        await stack.bump(self.model.version)
+        for _ in range(2):
+            acks = [await self.next_batch() for _ in range(self.model.steps)]
+            self.model.version += 1
+            await stack.bump(self.model.version, ack=acks)
         for _ in range(10 * len(self.ids) + 10):
-            for number, lease in enumerate(await stack.take()):
-                await stack.leases.finish(lease, ended(version=self.version, lineage=self.lineage, reward=float(number)))
-            found = await stack.lease(2, allow_fewer=True)
+            await self.work_off()
+            found = await stack.lease(min(2, self.model.capacity or 2), allow_fewer=True)
             if isinstance(found, BatchRecord):
-                self.version += 1
-                await stack.bump(self.version, ack=[found.batch_id])
+                self.model.version += 1
+                await stack.bump(self.model.version, ack=[found.batch_id])
             elif found.drained:
                 return
             else:
-                self.version += 1
-                await stack.bump(self.version)
+                self.model.version += 1
+                await stack.bump(self.model.version)
         raise AssertionError(f"stuck: {await stack.jobs.counts(stack.job_id)}")
 
+    async def work_off(self) -> None:
+        for number, lease in enumerate(await self.stack.take()):
+            await self.finish_well(lease, number)
 
+    async def next_batch(self) -> str:
+        """The next full one, with workers that work and a client that always has more."""
+        for _ in range(10):
+            self.ids += await self.stack.submit(self.model.per_step)
+            await self.work_off()
+            found = await self.stack.lease(self.model.per_step)
+            if isinstance(found, BatchRecord):
+                return found.batch_id
+        raise AssertionError(f"deadlock: {await self.stack.jobs.counts(self.stack.job_id)}")
+
+
+@pytest.mark.timeout(240)
 def test_the_gate_keeps_its_promises(fast_valkey_url: str) -> None:
     Gate.url = fast_valkey_url
     checks = list(HealthCheck)
     run_state_machine_as_test(Gate, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=checks))
-
-
-@pytest.mark.parametrize("budget", [0, 1, 3])
-async def test_the_trainer_always_gets_its_batch(fast_valkey_url: str, budget: int) -> None:
-    """case-054: failing, cancelled and lost work gives its place back; 15 steps of one trainer and one clumsy worker."""
-    rng = random.Random(7)
-    async with open_store(fast_settings(fast_valkey_url)) as store:
-        await store.redis.flushall()
-        stack = Stack(store, max_attempts=1)
-        job_id = await stack.open_job(groups_per_step=4, staleness_budget=budget, backlog_limit=1000)
-        await stack.submit(400)
-        for step in range(15):
-            for _ in range(100):
-                for lease in await stack.take():
-                    if (await stack.leases.renew(job_id, [lease])).cancelled:
-                        continue
-                    if rng.random() < 0.3:
-                        await stack.leases.restart(lease, "sandbox_lost", retry=True, attempt_counts=rng.random() < 0.3)
-                    elif rng.random() < 0.05:
-                        await stack.groups.cancel(lease.group_id)
-                    else:
-                        await stack.leases.finish(lease, ended(version=step))
-                counts = await stack.jobs.counts(job_id)
-                assert counts.charged <= 4 * (budget + 1)
-                found = await stack.lease(4)
-                if not isinstance(found, NothingReady):
-                    break
-            assert not isinstance(found, NothingReady)
-            assert max(group.staleness for group in found.groups) <= budget
-            await stack.bump(step + 1, ack=[found.batch_id])
-        assert (await stack.jobs.counts(job_id)).acked == 60

@@ -25,6 +25,7 @@ CALLS = {
     "/v1/jobs/{job_id}/tasks": "post",
     "/v1/jobs/{job_id}/throughput": "get",
     "/v1/jobs/{job_id}/groups": "get",
+    "/v1/jobs/{job_id}/solve_rates": "get",
     "/v1/jobs/{job_id}/groups/{group_id}": "get",
     "/v1/jobs/{job_id}/batches": "get post",
     "/v1/groups/{group_id}/cancel": "post",

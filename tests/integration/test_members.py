@@ -139,7 +139,7 @@ async def test_a_member_is_left_out_once_and_for_all(stack: Stack) -> None:
     assert await stack.leases.journal(leases[2].rollout_id) == []
     with pytest.raises(LeaseLostError):
         await stack.turn(leases[2], "late", at_index=1)
-    assert (await stack.leases.renew(stack.job_id, leases)).lost == {leases[2].rollout_id}
+    assert (await stack.leases.renew(stack.job_id, leases)).cancelled == {leases[2].rollout_id}
     assert await stack.leases.live_attempts(stack.job_id) == {lease.rollout_id: 1 for lease in leases[:2]}
     await stack.finish_all(leases[:2])
     assert await stack.state(group) is GroupState.READY

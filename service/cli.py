@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from service.errors import RollwayError
+from service.plan.command import plan
 from service.settings import PREFIX, Settings, is_secret, unknown_settings
 
 main = typer.Typer(
@@ -30,6 +31,7 @@ main.add_typer(tasks, name="tasks")
 main.add_typer(config, name="config")
 main.add_typer(sandbox, name="sandbox")
 main.add_typer(tokenizer, name="tokenizer")
+main.command()(plan)
 
 DEFAULT_PORT = 8000
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

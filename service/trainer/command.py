@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from service.trainer.figures import Staleness, Summary, summarise
@@ -32,7 +33,7 @@ def run_trainer(options: TrainerOptions) -> int:
     try:
         summary = asyncio.run(_run(options, errors))
     except (GatewayError, TrainerError) as error:
-        errors.print(f"[red]rollway trainer:[/red] {error}", highlight=False)
+        errors.print(f"[red]rollway trainer:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return FAILED
     if options.json:
         sys.stdout.write(orjson.dumps(summary.as_json(), option=orjson.OPT_NON_STR_KEYS).decode() + "\n")

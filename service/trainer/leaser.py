@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 EMPTY_PAUSE_S = 0.2
 """Between two leases of a job that says it is drained while its feed is not."""
-RELEASE_S = 5.0
+HAND_BACK_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,11 @@ class Leaser:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._hand_back()
+        try:
+            async with asyncio.timeout(HAND_BACK_S):
+                await hand_back(self._gateway, self._order.job_id)
+        except (GatewayError, TimeoutError) as problem:
+            logger.warning("batches of %s may be left to their leases: %r", self._order.job_id, problem)
 
     async def next(self) -> Held | None:
         """The next batch; None: the job is at its end.
@@ -153,10 +157,8 @@ class Leaser:
                     self._held.discard(batch)
                     logger.warning("batch %s is no longer ours: %s", batch.batch_id, error)
 
-    async def _hand_back(self) -> None:
-        for batch in self._held:
-            try:
-                async with asyncio.timeout(RELEASE_S):
-                    await self._gateway.release(batch.batch_id)
-            except (GatewayError, TimeoutError) as error:
-                logger.warning("batch %s is left to its lease: %r", batch.batch_id, error)
+
+async def hand_back(gateway: Gateway, job_id: str) -> None:
+    """Everything that the job's trainer holds, also what was leased in a call whose answer it did not wait for: it comes first again."""
+    for batch_id in await gateway.live_batches(job_id):
+        await gateway.release(batch_id)

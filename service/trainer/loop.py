@@ -12,7 +12,7 @@ import httpx
 from service.trainer.feed import Feed, backlog_for, tasks_of
 from service.trainer.figures import Step, Summary, discards, summarise
 from service.trainer.gateway import GONE, Gateway, GatewayError
-from service.trainer.leaser import Held, Leaser, Order
+from service.trainer.leaser import Held, Leaser, Order, hand_back
 from service.trainer.options import Pace, TrainerOptions
 from service.trainer.weights import Labels, Updates, Weights
 
@@ -56,7 +56,7 @@ class Trainer:
             version=self._progress.version,
             steps_per_version=spec["steps_per_version"],
         )
-        await self._take_back()
+        await hand_back(self._gateway, job_id)  # what this job's trainer held before it was restarted
         async with httpx.AsyncClient(timeout=60.0) as http, Leaser(self._gateway, order, fed=lambda: feed.over) as leaser:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -65,11 +65,6 @@ class Trainer:
                     feeding.cancel()
             except BaseExceptionGroup as errors:  # of one: what the training or the feeding raised
                 raise errors.exceptions[0] from None
-
-    async def _take_back(self) -> None:
-        """Batches that this job's trainer held before it was restarted: their groups come first again."""
-        for batch_id in await self._gateway.live_batches(self._job["job_id"]):
-            await self._gateway.release(batch_id)
 
     def _weights(self, http: httpx.AsyncClient) -> Weights:
         update_s = self._options.pace.update_s / self._options.pace.time_scale

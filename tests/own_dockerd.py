@@ -49,6 +49,7 @@ class OwnDockerd:
         folder = self._folder
         (folder / "dockerd.json").write_text("{}")  # the machine's own settings are its own engine's
         self._dockerd = await self._spawn(
+            "unshare", "--net",  # an engine without a bridge removes docker0, the machine's engine's
             "dockerd", f"--config-file={folder}/dockerd.json", f"--data-root={folder}/memory/docker", f"--exec-root={folder}/x",
             f"--pidfile={folder}/d.pid", f"--host={self.host}", f"--containerd={folder}/c.sock", f"--live-restore={live_restore}",
             "--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false", "--ip-masq=false",

@@ -29,8 +29,12 @@ def attached(request: pytest.FixtureRequest) -> Iterator[Attacher]:
     agent.close()
 
 
+def _all_running(attacher: Attacher) -> list[str]:
+    return attacher.run(["ps", "-eo", "args"]).stdout.head.decode().splitlines()
+
+
 def _running(attacher: Attacher) -> set[str]:
-    return set(attacher.run(["ps", "-eo", "args"]).stdout.head.decode().splitlines())
+    return set(_all_running(attacher))
 
 
 # How it ends.
@@ -101,12 +105,13 @@ def test_a_call_that_runs_out_of_time_dies_whole(attached: Attacher, script: str
 
 def test_a_kill_ends_it_whole_and_nothing_else(attached: Attacher) -> None:
     attached.start(Run(argv=["sh", "-c", "setsid sleep 982 & echo up; sleep 982"]), 7)
+    while _all_running(attached).count("sleep 982") < 2:  # the second one starts when `up` is said
+        time.sleep(0.02)
     attached.start(Run(argv=["sh", "-c", "sleep 0.5; echo other"]), 8)
-    time.sleep(0.2)
     attached.send(Type.KILL, 7)
-    killed = attached.result(7)
-    assert (killed.flags, killed.stdout.head) == (Ended.KILLED, b"up\n")
-    assert attached.result(8).stdout.head == b"other\n"
+    results = dict(attached.next_result() for _ in range(2))
+    assert (results[7].flags, results[7].stdout.head) == (Ended.KILLED, b"up\n")
+    assert results[8].stdout.head == b"other\n"
     assert "sleep 982" not in _running(attached)
 
 

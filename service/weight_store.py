@@ -14,6 +14,7 @@ from service import keys
 from service.errors import ConflictError, NotFoundError
 from service.generators import control_urls
 from service.records import GeneratorSpec, JobSpec
+from service.stale_work import stop_stale
 from service.store import Argument, Store, unavailable
 from service.weight_records import JobWeights, WeightUpdate, decode, encode
 
@@ -102,6 +103,7 @@ class WeightStore:
             if reply["status"] == "ok":
                 if (weights.update and weights.update.state) != (known.weights.update and known.weights.update.state):
                     await self._store.to_disk(job)
+                    await stop_stale(self._store, job_id)
                 return weights
 
     async def update(self, update_id: str) -> WeightUpdate:

@@ -1,7 +1,9 @@
 """Work that can no longer be in time is stopped at the bump, and nothing else is: running groups by their oldest journaled token, and ready
 ones that no trainer has had. Cases 052 and 053; any order of events is test_gate_model.py's."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,9 @@ from service.keys import JobKeys
 from service.leases import Lease
 from service.records import GroupState, JobPatch
 from service.store import open_store
+from tests.gateway_stack import RunningGateway
 from tests.store_stack import Stack, ended, fast_settings, generated, group_ids
+from tests.weight_play import scene
 
 pytestmark = pytest.mark.redis
 
@@ -175,6 +179,18 @@ async def test_tokens_that_come_late_are_found_with_the_next_renewal(stack: Stac
     assert not (await stack.leases.renew(stack.job_id, leases)).cancelled
     assert await stack.state(group) is GroupState.QUEUED
     assert (await stack.leases.renew(stack.job_id, leases)).cancelled == {lease.rollout_id for lease in leases}
+
+
+async def test_a_weight_update_is_a_bump_too(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    async with scene(tiny_gateway, tmp_path, staleness_budget=0) as on:
+        stack = Stack(tiny_gateway.store)
+        stack.job_id = on.trainer.job_id
+        [group] = await stack.submit(1)
+        await stack.sample((await stack.take())[0], 3, at_index=0)
+        await on.trainer.until(await on.trainer.begun(1, from_disk="next"), "done")
+        async with asyncio.timeout(10):
+            while await stack.state(group) is not GroupState.QUEUED:
+                await asyncio.sleep(0.02)
 
 
 async def test_many_are_stopped_in_several_steps(stack: Stack) -> None:

@@ -52,6 +52,11 @@ async def test_a_generator_that_is_down_is_a_warning(client: httpx.AsyncClient) 
         pytest.param({"min_group_size": 3}, "min_group_size", id="min-above-the-group"),
         pytest.param({"min_group_size": 0}, "min_group_size", id="min-of-nobody"),
         pytest.param({"group_retries": -1}, "group_retries", id="negative-retries"),
+        pytest.param({"weight": 0}, "weight", id="no-weight"),
+        pytest.param({"weight": 101}, "weight", id="too-much-weight"),
+        pytest.param({"extra_members": -1}, "extra_members", id="fewer-than-none"),
+        pytest.param({"extra_members": 1023}, "extra_members", id="more-members-than-a-group-can-have"),
+        pytest.param({"extra_members": 255}, "max_in_flight_rollouts", id="no-room-for-the-extra-members"),
         pytest.param({"name": "no spaces"}, "name", id="name"),
         pytest.param({"unknown": 1}, "unknown", id="unknown-field"),
     ],
@@ -91,11 +96,12 @@ async def test_patch_changes_what_it_names(client: httpx.AsyncClient) -> None:
     assert changed.json()["spec"]["limits"] == {"turns": 3}
     short = {"min_group_size": 1, "group_retries": 0}
     off: dict[str, Any] = {"min_group_size": None, "group_retries": None}
-    for change in (short, off):
+    for change in (short, off, {"weight": 2.5}):
         spec = (await client.patch(f"/v1/jobs/{job_id}", json=change)).json()["spec"]
         assert {name: spec[name] for name in change} == change
     refused = [({"limits": {"turns": -1}}, "limits.turns"), ({"groups_per_step": None}, "groups_per_step"), ({"name": "x"}, "name")]
     refused += [({"min_group_size": 3}, "min_group_size"), ({"group_retries": 1.5}, "group_retries")]
+    refused += [({"weight": None}, "weight"), ({"weight": -1.0}, "weight"), ({"extra_members": 1}, "extra_members")]
     for wrong, field in refused:
         answer = await client.patch(f"/v1/jobs/{job_id}", json=wrong)
         assert answer.status_code == 422

@@ -4,6 +4,8 @@ What must always hold: a group is in one live batch at a time, and none is deliv
 ran out or was handed back can still be acked until one of its groups is leased again.
 """
 
+import contextlib
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ from service.records import GroupState
 from service.store import Store, unavailable
 from service.stored import BatchEntry, BatchFields, batch_journals, decode_batch
 
+logger = logging.getLogger(__name__)
+
 JOURNAL_ROUNDS = 20
-"""Each round turns away what the last one found stale; more can only be needed while the version keeps moving."""
+"""Each round turns away what the last one found stale, or leases anew what ran out on its way; more are needed only while that goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,10 @@ class Batches:
                     journals = [key for group in stale for key in job.journals(group, reply["members"])]
                 case "ok":
                     await self._store.to_disk(job)
-                    return await self._record(job, reply["batch_id"], msgspec.convert(reply["batch"], BatchFields))
+                    try:
+                        return await self._record(job, reply["batch_id"], msgspec.convert(reply["batch"], BatchFields))
+                    except GoneError as error:
+                        logger.warning("%s: leasing anew", error)  # nobody has heard of it
                 case "none":
                     return NothingReady(drained=reply["drained"])
                 case "above":
@@ -119,8 +126,12 @@ class Batches:
         with unavailable():
             ids = await self._store.redis.zrange(job.batch_leases, 0, -1)
             raw = await self._store.redis.hmget(job.batches, ids) if ids else []
-        found = [(name.decode(), decode_batch(data)) for name, data in zip(ids, raw, strict=True) if data is not None]
-        return [await self._record(job, batch, fields) for batch, fields in found]
+        records = []
+        for name, data in zip(ids, raw, strict=True):
+            with contextlib.suppress(GoneError):
+                if data is not None:
+                    records.append(await self._record(job, name.decode(), decode_batch(data)))
+        return records
 
     async def get(self, batch_id: str) -> BatchRecord:
         """A live batch once more.
@@ -193,8 +204,11 @@ class Batches:
         return reply
 
     async def _record(self, job: keys.JobKeys, batch_id: str, fields: BatchFields) -> BatchRecord:
-        """Without groups that the client cancelled meanwhile: their trajectories are gone."""
+        """A batch is told whole or not at all: who acks it acks all of its groups. Raises GoneError: it ended meanwhile."""
         records = await read_groups(self._store, job, [entry.group_id for entry in fields.groups], state=GroupState.LEASED)
+        groups = _batch_groups(batch_id, fields.groups, records)
+        if len(groups) < len(fields.groups):
+            raise GoneError(f"batch {batch_id} ran out while it was read")
         return BatchRecord(
             batch_id=batch_id,
             job_id=job.job_id,
@@ -202,7 +216,7 @@ class Batches:
             lineage=fields.lineage,
             leased_at=fields.leased_at,
             lease_until=fields.lease_until,
-            groups=_batch_groups(batch_id, fields.groups, records),
+            groups=groups,
         )
 
 

@@ -1,0 +1,44 @@
+"""A batch whose lease runs out before anybody has heard of it: it is told whole or not at all, since who acks it acks all of its groups."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from service.errors import GoneError, NotFoundError
+from service.records import GroupState
+from tests.store_stack import Stack, group_ids, store_at
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def stack(empty_redis_url: str) -> AsyncIterator[Stack]:
+    async with store_at(empty_redis_url) as store:
+        yield Stack(store)
+
+
+async def ran_out(stack: Stack, batch_id: str) -> None:
+    """Until the batch was there and is no longer: purging is what notices."""
+    while True:
+        await stack.groups.purge(stack.job_id)
+        try:
+            await stack.batches.get(batch_id)
+        except GoneError:
+            return
+        except NotFoundError:
+            pass
+        await asyncio.sleep(0.005)
+
+
+async def test_a_batch_that_runs_out_on_its_way_is_leased_anew_and_whole(stack: Stack) -> None:
+    """The lease waits for the disk for most of a second; by then it has run out, and somebody has noticed."""
+    await stack.open_job()
+    groups = await stack.make_ready(2)
+    leasing = asyncio.create_task(stack.batch(2, lease_s=0.05))
+    async with asyncio.timeout(15):
+        await ran_out(stack, f"{stack.job_id}-b1")
+        batch = await leasing
+    assert sorted(group_ids(batch)) == sorted(groups)
+    await stack.batches.ack(batch.batch_id)
+    assert {await stack.state(group) for group in groups} == {GroupState.ACKED}

@@ -77,6 +77,7 @@ _SCALARS: tuple[tuple[str, Any, Callable[[Row], Any]], ...] = (
     ("timing", _TIMING, lambda row: asdict(row.trajectory.timing)),
     ("oldest_version", pa.int32(), lambda row: row.trajectory.oldest_version),
     ("newest_version", pa.int32(), lambda row: row.trajectory.newest_version),
+    ("environment_gap", pa.int32(), lambda row: row.trajectory.environment_gap),
     ("metadata", pa.string(), lambda row: orjson.dumps(row.trajectory.metadata).decode()),
 )
 

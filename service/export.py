@@ -199,7 +199,11 @@ def trajectory_object(trajectory: Trajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "tool_calls": trajectory.tool_calls,
         "timing": asdict(trajectory.timing),
-        "versions": {"oldest": trajectory.oldest_version, "newest": trajectory.newest_version},
+        "versions": {
+            "oldest": trajectory.oldest_version,
+            "newest": trajectory.newest_version,
+            "environment_gap": trajectory.environment_gap,
+        },
         "metadata": trajectory.metadata,
     }
 

@@ -7,6 +7,7 @@ its last journaled step left it; one that went back to a snapshot, where that sn
 import copy
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from service.errors import JournalError
@@ -29,6 +30,38 @@ from service.journal import (
     Verifying,
 )
 from service.records import FinishReason, StopReason
+
+
+@dataclass(slots=True)
+class Environment:
+    """How far the policy went on without the sandbox: whose tokens wrote to it last, and whose came next.
+
+    gap: the largest number of versions between a call that ran and the turn after it, within a lineage. written: (lineage, version) of the
+    newest token of the turn whose call ran last; None: none has run.
+    """
+
+    gap: int = 0
+    written: tuple[int, int] | None = None
+    _sampled: tuple[int, int] | None = None
+    _refused: frozenset[str] = frozenset()
+
+    def apply(self, entry: AnyEntry) -> None:
+        match entry:
+            case Generated(spans=spans, discarded=False):
+                pairs = [(lineage, version) for version, lineage, start, end in spans if end > start]
+                if pairs:
+                    self.gap = max(self.gap, self.versions_since(*pairs[0]) or 0)
+                    self._sampled = pairs[-1]
+            case Replied(calls=calls):
+                self._refused = frozenset(call.id for call in calls if call.error is not None)
+            case Observed(call_id=call_id, submitted=False) if call_id not in self._refused:
+                self.written = self._sampled
+
+    def versions_since(self, lineage: int, version: int) -> int | None:
+        """Versions between the last call and this one; None: nothing was written, or in another lineage."""
+        if self.written is None or self.written[0] != lineage:
+            return None
+        return max(0, version - self.written[1])
 
 
 class Progress:
@@ -66,6 +99,7 @@ class Progress:
         self.oldest_version: int | None = None
         self.newest_version: int | None = None
         self.oldest_lineage: int | None = None
+        self.environment = Environment()
         self.sandbox_name: str | None = None
         self.sandbox_id: str | None = None
         self.boot_id = ""
@@ -99,6 +133,7 @@ class Progress:
     def apply(self, entry: AnyEntry) -> None:
         """Move by one journaled step."""
         self.length += 1
+        self.environment.apply(entry)
         match entry:
             case Opened(attempt=attempt, queued_s=queued_s):
                 self.attempt, self.queued_s = attempt, queued_s
@@ -158,7 +193,7 @@ class Progress:
 
     def _copied(self) -> "Progress":
         copied = copy.copy(self)
-        copied.ids, copied.messages = self.ids[:], self.messages[:]
+        copied.ids, copied.messages, copied.environment = self.ids[:], self.messages[:], copy.copy(self.environment)
         copied.observed, copied.seconds = dict(self.observed), dict(self.seconds)
         copied._kept = None
         return copied

@@ -26,6 +26,7 @@ from service.journal import (
     Stopped,
     standing,
 )
+from service.progress import Environment
 from service.records import Outcome
 from service.trajectories import Sample, Timing, Trajectory
 
@@ -84,6 +85,7 @@ def build_trajectory(
         timing=Timing(**end.seconds, ready_s=ready_s),
         oldest_version=min(end.versions, default=-1),
         newest_version=max(end.versions, default=-1),
+        environment_gap=end.environment.gap,
         metadata=metadata or {},
     )
 
@@ -96,11 +98,13 @@ class _Summary:
         self.stop_reason, self.detail = "", "{}"
         self.reward: float | None = None
         self.versions: set[int] = set()
+        self.environment = Environment()
         self.seconds = {"queued_s": 0.0, "sandbox_s": 0.0, "generate_s": 0.0, "tool_s": 0.0, "verify_s": 0.0}
         for entry in entries:
             self._add(entry)
 
     def _add(self, entry: AnyEntry) -> None:
+        self.environment.apply(entry)
         match entry:
             case Generated(seconds=seconds, spans=spans):
                 self.seconds["generate_s"] += seconds

@@ -66,7 +66,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """What a rollout produced."""
+    """What a rollout produced. environment_gap: the most versions that passed between a tool call and the turn after it."""
 
     rollout_id: str
     index: int
@@ -81,4 +81,5 @@ class Trajectory:
     timing: Timing
     oldest_version: int
     newest_version: int
+    environment_gap: int = 0
     metadata: dict[str, Any]

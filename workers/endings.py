@@ -70,6 +70,12 @@ def ended(progress: Progress) -> Ended:
     )
 
 
+def stale_environment(versions: int) -> RestartError:
+    """The end of an attempt whose sandbox was written to by a policy of `versions` ago: nobody's failure, so it does not count."""
+    told = f"stale_environment: the policy is {versions} versions past the one whose calls wrote to the sandbox"
+    return RestartError(told, retry=True, counts=False)
+
+
 async def end_attempt(lease: Lease, resources: Resources, end: RestartError) -> bool:
     """Tell the store that `lease`'s attempt is over; whoever ended it before us was right too. Whether it is known to be over."""
     metrics.restarts.labels(metrics.reason_class(end.reason)).inc()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from service.journal import Call
 from service.progress import Progress
-from service.records import FinishReason, Limits, SnapshotFields, StopReason
+from service.records import FinishReason, JobSpec, Limits, SnapshotFields, StopReason
 
 CONTEXT_RESERVE = 8
 """SGLang refuses prompts within 6 tokens of its context length and cuts generations 2 short of it."""
@@ -27,8 +27,31 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginAnew:
+    """The sandbox was written to by a policy that is `versions` behind: this attempt is over, and does not count."""
+
+    versions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Keep the sandbox's files before the next turn begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freshness:
+    """The job's policy now, and how many versions it may be past the one that wrote to the sandbox last."""
+
+    lineage: int
+    version: int
+    max_gap: int
+
+
+def freshness(job: JobSpec, *, attempt: int, lineage: int, version: int) -> Freshness | None:
+    """None where the job sets no bound, or the rollout has begun anew often enough: then it goes on, and its gap is told."""
+    if job.max_environment_gap is None or attempt > job.max_requeues:
+        return None
+    return Freshness(lineage=lineage, version=version, max_gap=job.max_environment_gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +88,18 @@ class Finish:
     """Nothing is left to do."""
 
 
-Step = OpenSample | Generate | Snapshot | Parse | Answer | Extend | Stop | Verify | Finish
+Step = OpenSample | Generate | BeginAnew | Snapshot | Parse | Answer | Extend | Stop | Verify | Finish
 
 
-def next_step(progress: Progress, limits: Limits, *, context_tokens: int, snapshot: SnapshotFields | None = None) -> Step:
-    """What a rollout with this journal does next. `snapshot`: when the task wants one."""
+def next_step(
+    progress: Progress,
+    limits: Limits,
+    *,
+    context_tokens: int,
+    snapshot: SnapshotFields | None = None,
+    freshness: Freshness | None = None,
+) -> Step:
+    """What a rollout with this journal does next. `snapshot`: when the task wants one. `freshness`: where the job bounds it."""
     if progress.scored is not None:
         return Finish()
     if progress.stop is not None:
@@ -79,6 +109,8 @@ def next_step(progress: Progress, limits: Limits, *, context_tokens: int, snapsh
     if progress.reply is not None:
         return _after_reply(progress, limits, context_tokens)
     step = _in_turn(progress, limits, context_tokens)
+    if isinstance(step, Generate) and freshness is not None and (behind := versions_behind(progress, freshness)) > freshness.max_gap:
+        return BeginAnew(behind)
     due = snapshot is not None and isinstance(step, Generate) and snapshot_due(progress, snapshot)
     return Snapshot() if due else step
 
@@ -128,6 +160,13 @@ def _after_reply(progress: Progress, limits: Limits, context_tokens: int) -> Ste
     if progress.sampled >= limits.tokens:
         return Stop(StopReason.TOKEN_LIMIT)
     return Extend()
+
+
+def versions_behind(progress: Progress, freshness: Freshness) -> int:
+    """How far the policy went on since it wrote to the sandbox, at the beginning of a turn; a turn that has begun is finished."""
+    if progress.turn_tokens:
+        return 0
+    return progress.environment.versions_since(freshness.lineage, freshness.version) or 0
 
 
 def snapshot_due(progress: Progress, wanted: SnapshotFields) -> bool:

@@ -31,7 +31,7 @@ generate_seconds = Histogram("rollway_generate_seconds", "Wall time of one gener
 tool_seconds = Histogram("rollway_tool_seconds", "Wall time of one tool call", buckets=_SECONDS)
 sandbox_seconds = Histogram("rollway_sandbox_start_seconds", "Wall time from the create call to readiness", buckets=_SECONDS)
 
-_CLASSES = ("generator", "sandbox", "verifier", "task", "journal", "misaligned tokens", "internal")
+_CLASSES = ("generator", "sandbox", "verifier", "task", "journal", "misaligned tokens", "stale_environment", "internal")
 
 
 def generated(count: int, seconds: float, *, cut: bool) -> None:

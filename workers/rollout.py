@@ -16,11 +16,9 @@ import msgspec
 from sandboxes.base import Sandbox, SandboxError
 from service import journal
 from service.errors import (
-    GeneratorError,
     InvalidError,
     JournalError,
     LeaseLostError,
-    MisalignedTokensError,
     NotFoundError,
     TaskFaultError,
     UnavailableError,
@@ -31,14 +29,13 @@ from service.leases import Lease
 from service.progress import Progress, tool_message
 from service.records import FinishReason, StopReason, TaskSpec
 from service.replay import replayed
-from service.trajectories import Generation
-from workers import metrics
+from workers import loop, metrics
 from workers.attempt_sandbox import AttemptSandbox, way_back
 from workers.encoding import off_loop
-from workers.endings import DESTROYED, FencedError, HandBackError, RestartError, because, end_attempt, ended
-from workers.loop import Answer, Extend, Finish, Generate, OpenSample, Parse, Snapshot, Step, Stop, Verify, needs_sandbox, next_step
+from workers.endings import DESTROYED, FencedError, HandBackError, RestartError, because, end_attempt, ended, stale_environment
 from workers.replies import replied
 from workers.resources import JobContext, Resources
+from workers.sampling import sampled
 from workers.tools import error_observation, run_call, tool_specs
 from workers.verifier import Verdict, verify
 
@@ -107,7 +104,7 @@ class Rollout:
             while True:
                 if self._resources.stopping.is_set():
                     raise HandBackError
-                if isinstance(step := self._next_step(), Finish):
+                if isinstance(step := self._next_step(), loop.Finish):
                     break
                 await self._do(step)
             await self._finish()
@@ -203,37 +200,48 @@ class Rollout:
 
     # ----------------------------------------------------------------------------------------------------------------- steps
 
-    def _next_step(self) -> Step:
-        context_tokens = self._context.record.spec.model.context_tokens
-        return next_step(self._progress, self._task.limits, context_tokens=context_tokens, snapshot=self._task.sandbox.snapshot)
+    def _next_step(self) -> loop.Step:
+        record = self._context.record
+        return loop.next_step(
+            self._progress,
+            self._task.limits,
+            context_tokens=record.spec.model.context_tokens,
+            snapshot=self._task.sandbox.snapshot,
+            freshness=loop.freshness(record.spec, attempt=self._lease.attempt, lineage=record.lineage, version=record.policy_version),
+        )
 
-    async def _do(self, step: Step) -> None:
+    async def _do(self, step: loop.Step) -> None:
         match step:
-            case OpenSample():
+            case loop.OpenSample():
                 await self._open_sample([m.model_dump(exclude_none=True) for m in self._task.messages])
-            case Generate(max_new_tokens=max_new_tokens):
+            case loop.Generate(max_new_tokens=max_new_tokens):
                 await self._generate(max_new_tokens)
-            case Snapshot():
+            case loop.BeginAnew(versions=versions):
+                raise stale_environment(versions)
+            case loop.Snapshot():
                 await self._snapshot()
-            case Parse(cut=cut):
+            case loop.Parse(cut=cut):
                 self._parse(cut=cut)
-            case Answer(call=call):
+            case loop.Answer(call=call):
                 await self._answer(call)
-            case Extend():
+            case loop.Extend():
                 await self._extend()
-            case Stop(reason=reason):
+            case loop.Stop(reason=reason):
                 self._record(journal.Stopped(at=time.time(), reason=reason))
-            case Verify():
+            case loop.Verify():
                 await self._verify()
-            case Finish():
+            case loop.Finish():
                 return
 
     async def _generate(self, max_new_tokens: int) -> None:
         cut = self._progress.finish is FinishReason.ABORT or self._empty_aborts > 0  # by a weight update, most likely: look who serves now
         self._context = await self._resources.contexts.get(self._lease.job_id, fresh=cut)
+        if isinstance(step := self._next_step(), loop.BeginAnew):  # the version moved while a call ran
+            raise stale_environment(step.versions)
         flushing = asyncio.create_task(self._flush())  # beside it: a generation changes nothing outside and can be sampled anew
         try:
-            generation = await self._sampled(max_new_tokens)
+            timeout_s = self._resources.settings.generate_timeout_s
+            generation = await sampled(self._context, self._lease, self._task, self._progress.ids, max_new_tokens, timeout_s=timeout_s)
             await flushing
         finally:
             flushing.cancel()
@@ -244,23 +252,6 @@ class Rollout:
         self._empty_aborts = 0
         self._record(journal.generated(generation, at=time.time(), discard_cut=self._task.sampling.restarts))
         metrics.generated(len(generation.token_ids), generation.seconds, cut=generation.finish is FinishReason.ABORT)
-
-    async def _sampled(self, max_new_tokens: int) -> Generation:
-        record = self._context.record
-        try:
-            return await self._context.pool.generate(
-                rollout_id=self._lease.rollout_id,
-                ids=self._progress.ids,
-                max_new_tokens=max_new_tokens,
-                sampling=self._task.sampling,
-                version=record.policy_version,
-                lineage=record.lineage,
-                timeout_s=self._resources.settings.generate_timeout_s,
-            )
-        except GeneratorError as error:
-            raise RestartError(f"generator: {error}", retry=error.retryable) from error
-        except MisalignedTokensError as error:
-            raise RestartError(f"misaligned tokens: {error}", retry=True) from error
 
     async def _nothing_sampled(self) -> None:
         """An abort before the first token (a weight update in mode abort): ask again shortly, journal nothing, but not for ever."""
@@ -278,7 +269,7 @@ class Rollout:
         if call.error is not None:
             self._record(error_observation(self._task, call))
             return
-        if not needs_sandbox(call):
+        if not loop.needs_sandbox(call):
             self._record(journal.Observed(at=time.time(), call_id=call.id, name=call.name, text="submitted", submitted=True))
             return
         sandbox = self._sandbox.live or await self._open_sandbox()

@@ -21,7 +21,8 @@ local destroyed = reason_of(reason) == 'sandbox_destroyed' -- by the model: noth
 if destroyed then r.sandbox_losses = r.sandbox_losses + 1 end
 if counts and not destroyed then g.failed_attempts = (g.failed_attempts or 0) + 1 end
 r.settled, r.sandbox_id = fence, nil
-enter_discarded(take_sampled(rid), 'failed:' .. reason_of(reason))
+local kind = reason_of(reason)
+enter_discarded(take_sampled(rid), kind == 'stale_environment' and kind or 'failed:' .. kind) -- nothing failed there
 call('ZREM', OLDEST, rid)
 
 -- Why there is no other attempt; nil: there is one.

@@ -209,6 +209,7 @@ class TimingAnswer(BaseModel):
 class VersionsAnswer(BaseModel):
     oldest: int
     newest: int
+    environment_gap: int = Field(description="the most versions that passed between a tool call and the turn after it")
 
 
 class TrajectoryAnswer(BaseModel):

@@ -41,7 +41,7 @@ async def test_a_batch_is_leased_once_and_acked(gateway: RunningGateway, client:
     assert [len(group["trajectories"]) for group in batch["groups"]] == [3, 3, 3]
     trajectory = batch["groups"][0]["trajectories"][0]
     assert (trajectory["reward"], trajectory["reward_detail"], trajectory["metadata"]) == (1.0, {"passed": 3}, {"number": 0})
-    assert trajectory["versions"] == {"oldest": 0, "newest": 0}
+    assert trajectory["versions"] == {"oldest": 0, "newest": 0, "environment_gap": 0}
     [sample] = trajectory["samples"]
     assert {len(sample[name]) for name in ARRAYS} == {17}
     assert sample["loss_mask"] == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0]

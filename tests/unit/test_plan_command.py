@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from service.cli import main
 from service.plan.errors import PlanError
-from service.plan.live import job_urls, read_live
+from service.plan.live import NEEDED, job_urls, read_live
 from service.plan.options import Options, variants
 from service.plan.presets import PRESETS
+from service.records import JobSpec
+from service.routes.throughput import ThroughputAnswer
 
 GIVEN = ["--concurrency", "128", "--tokens-per-s", "40", "--consumption", "1.5", "--groups-per-step", "16", "--groups", "1000"]
 
@@ -207,6 +209,7 @@ JOB = {
         "stale_policy": "requeue",
         "max_in_flight_rollouts": 256,
         "queue_groups": 64,
+        "zero_variance": "drop",
         "sandbox": {"cpus": 2.0},
     },
 }
@@ -218,7 +221,7 @@ THROUGHPUT: dict[str, Any] = {
     "consumption_samples_per_s": 1.6,
     "rho": 0.72,
     "wait_fraction": 0.28,
-    "in_flight_rollouts": 128.0,
+    "in_flight_rollouts": 129,
     "queue_groups": 3.0,
     "capacity_groups": 80,
     "staleness": {"mean": 2.1, "p50": 2, "p95": 4, "max": 4, "pre_queue_mean": 1.4, "in_queue_mean": 0.7},
@@ -226,7 +229,9 @@ THROUGHPUT: dict[str, Any] = {
     "acceptance": 0.9,
     "zero_variance_share": 0.1,
     "tail_multiplier": 1.6,
-    "mean_latency_s": 100.0,
+    "mean_latency_s": 101.0,
+    "gated_share": 0.0,
+    "limited_by": "generator",
     "bottleneck": "generation: 72 % of what the trainer could take",
 }
 
@@ -273,24 +278,45 @@ def test_a_plan_of_a_running_job() -> None:
 
 
 def test_figures_that_a_job_does_not_have_yet_are_named() -> None:
-    young = THROUGHPUT | {"consumption_samples_per_s": None, "acceptance": None}
-    with pytest.raises(PlanError, match=r"has no consumption_samples_per_s, acceptance .* wait until"):
+    young = THROUGHPUT | {"consumption_samples_per_s": None, "zero_variance_share": None}
+    with pytest.raises(PlanError, match=r"has no consumption_samples_per_s, zero_variance_share yet; wait until"):
         read_live(JOB, young)
     with pytest.raises(PlanError, match="stands still"):
         read_live(JOB, THROUGHPUT | {"generated_samples_per_s": 0.0})
+    with pytest.raises(PlanError, match="leaves no time to generate"):
+        read_live(JOB, THROUGHPUT | {"time_s": {"queue": 50.0, "tool": 60.0}})
 
 
 def test_a_job_without_some_of_the_times_is_planned_by_its_latency() -> None:
     bare = THROUGHPUT | {"time_s": {"sandbox": None}, "mean_latency_s": None, "staleness": None, "wait_fraction": None, "bottleneck": None}
     live = read_live(JOB, bare)
-    assert live.options.setting().times.mean_s == pytest.approx(100.0)
+    assert live.options.setting().times.mean_s == pytest.approx(129 / 1.28)
     assert live.staleness is None
 
 
 def test_what_may_be_in_flight_is_the_bound_of_who_holds_it_back() -> None:
     held_by_workers = read_live(JOB, THROUGHPUT).options.concurrency
-    held_by_the_gate = read_live(JOB, THROUGHPUT | {"queue_groups": 60.0}).options.concurrency
-    assert (held_by_workers, held_by_the_gate) == (128, 256)
+    held_by_the_gate = read_live(JOB, THROUGHPUT | {"gated_share": 0.8}).options.concurrency
+    seen_by_what_is_out = read_live(JOB, THROUGHPUT | {"gated_share": None, "queue_groups": 60}).options.concurrency
+    assert (held_by_workers, held_by_the_gate, seen_by_what_is_out) == (128, 256, 256)
+
+
+def test_the_tail_of_a_job_is_that_of_its_working_time() -> None:
+    setting = read_live(JOB, THROUGHPUT).options.setting()
+    assert setting.times.tail == pytest.approx(THROUGHPUT["tail_multiplier"], abs=0.01)
+    assert read_live(JOB, THROUGHPUT | {"tail_multiplier": 50.0}).options.sigma == pytest.approx(3.0)
+
+
+def test_what_staleness_turned_away_is_simulated_and_not_filtered() -> None:
+    assert read_live(JOB, THROUGHPUT | {"acceptance": 0.4}).options.acceptance == pytest.approx(0.9)
+    keeping = JOB | {"spec": JOB["spec"] | {"zero_variance": "keep"}}  # type: ignore[operator]
+    assert read_live(keeping, THROUGHPUT | {"acceptance": 0.4, "zero_variance_share": None}).options.acceptance == 1.0
+
+
+def test_the_report_that_is_read_is_the_one_that_the_service_gives() -> None:
+    assert THROUGHPUT.keys() <= ThroughputAnswer.model_fields.keys()
+    assert {*NEEDED, "time_s", "mean_latency_s", "capacity_groups", "queue_groups", "gated_share"} <= ThroughputAnswer.model_fields.keys()
+    assert {"generators", "group_size", "max_in_flight_rollouts", "queue_groups", "zero_variance"} <= JobSpec.model_fields.keys()
 
 
 @pytest.mark.parametrize(

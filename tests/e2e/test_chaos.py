@@ -27,10 +27,10 @@ from tests.chatml_vocabulary import SPECIAL, make_tiny_chatml
 from tests.e2e.chaos import books, schedule
 from tests.e2e.chaos.client import Client
 from tests.e2e.chaos.fleet import Fleet, running
-from tests.e2e.chaos.points import points
 from tests.e2e.chaos.schedule import Event, Kind
 from tests.e2e.chaos.takeovers import Watch
 from tests.e2e.chaos.trainer import Trainer
+from tests.e2e.doomed import GATEWAYS, WORKERS, points
 from tests.e2e.stack import KEYS, call, clean_up, rule
 from tests.e2e.test_faults import docker
 from tests.sandbox_backends import has_engine, has_namespaces
@@ -38,7 +38,7 @@ from tests.sandbox_backends import has_engine, has_namespaces
 CHAOS_S = float(os.environ.get("ROLLWAY_TEST_CHAOS_S", "120"))
 SEED = int(os.environ.get("ROLLWAY_TEST_CHAOS_SEED", "4"))
 LEASE_S = 5.0
-GAP_S = 4.0
+GAP_S = 2.5
 DRAIN_S = 240.0
 """For all that was submitted to end, on a machine that is busy with other things."""
 SWEPT_S = 90.0
@@ -58,7 +58,7 @@ SETTINGS = {
     "ROLLWAY_RETAIN_S": str(CHAOS_S + 3600),
 }
 
-POINTS = points()
+POINTS = {"worker": points(WORKERS), "gateway": points(GATEWAYS)}
 SYNCED_S = 60.0
 """How long the mark of a wait for the disk stays at most."""
 

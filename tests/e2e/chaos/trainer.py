@@ -19,7 +19,7 @@ BACKLOG = 12
 """Groups: enough that workers have something to do while no gateway answers."""
 PAUSE_S = 0.1
 RELABEL_S = 0.3
-ACTIONS = {"ack": 8, "publish_and_ack": 4, "ack_late": 2, "release": 2, "forget": 2}
+ACTIONS = {"ack": 8, "publish_and_ack": 4, "ack_late": 2, "extend_and_ack": 2, "release": 2, "forget": 2}
 
 
 ARRAYS = {"token_ids": "i", "loss_mask": "B", "logprobs": "f", "versions": "i"}
@@ -50,7 +50,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------------------------------------- feeding
 
     async def feed(self, make_task: Callable[[int], dict[str, Any]], *, until: asyncio.Event) -> None:
-        """Keep a small backlog; now and then change one's mind about a group."""
+        """Keep a small backlog; now and then change one's mind about a group, or about the job."""
         while not until.is_set():
             job = (await self._client.call("GET", f"/v1/jobs/{self._job_id}")).json()
             if job["counts"]["backlog"] < BACKLOG:
@@ -60,6 +60,9 @@ class Trainer:
                 if self._chance.random() < 0.2:
                     victim = self._chance.choice(self.submitted[-15:])
                     await self._client.call("POST", f"/v1/groups/{victim}/cancel", 200, 409)
+                if self._chance.random() < 0.2:
+                    queue_groups = 256 + len(self.submitted)  # that the gate is off for
+                    await self._client.call("PATCH", f"/v1/jobs/{self._job_id}", json={"queue_groups": queue_groups})
             await asyncio.sleep(FEED_S)
 
     # ------------------------------------------------------------------------------------------------------------------- training
@@ -93,6 +96,8 @@ class Trainer:
             if await self.publish(ack=[batch_id]):
                 self._ended(batch)
             return
+        if action == "extend_and_ack":
+            await self._client.call("POST", f"/v1/batches/{batch_id}/extend", 200, 410, json={"lease_s": SHORT_LEASE_S})
         if action == "ack_late":
             await asyncio.sleep(SHORT_LEASE_S * self._chance.uniform(0.5, 1.5))
         reply = await self._client.call("POST", f"/v1/batches/{batch_id}/ack", 200, 410)

@@ -25,7 +25,8 @@ class Sizes:
     generators: so that the trainer waits at most `WAIT_GOAL`; None: no number does under this rule. budget: the smallest at which the gate
     holds nobody up; matched_budget: were the generators as fast as the trainer. capacity_groups: the gate's, which bounds the queue.
     queue_batches: what an evicting queue may hold for a mean staleness of the budget; None: even the smallest is above.
-    concurrency_limit: rollouts in flight for the same. starts_per_s: of sandboxes, `starting` of them at once.
+    concurrency_limit: rollouts in flight for the same; None: there is none, or it makes no difference. starts_per_s: of sandboxes,
+    `starting` of them at once.
     """
 
     generators: int | None
@@ -113,6 +114,8 @@ def sizes(setting: Setting, forms: Forms, simulated: Simulated, *, groups: int =
     except PlanError:
         queue = None
     limit = concurrency_for(steps, tail=forms.tail * setting.acceptance, batch=setting.batch, rho=forms.rho, queue=1.0)
+    if isinstance(setting.rule, Gate) and forms.rho >= 1:
+        limit = 0.0  # whatever is in flight, the gate is full and the mean is the budget
     live = setting.sandbox_s + setting.tool_s > 0
     in_flight = simulated.in_flight_mean if live else 0.0
     starts_per_s = simulated.generated_samples_per_s if live else 0.0

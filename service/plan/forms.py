@@ -190,7 +190,10 @@ def _staleness(
             within = min(rho, 1.0) / setting.steps_per_version
             filtered = before * (1 / setting.acceptance - 1)  # places of groups that never reach the trainer
             if binding in ("gate", "trainer", "both") or before + within + filtered > budget:
-                return None, None, float(budget) if budget == 0 or (policy == "pace" and setting.acceptance == 1) else None
+                even = setting.acceptance == 1 and (
+                    policy == "pace" or 2 * before <= budget
+                )  # nothing is filtered, and hardly anything stale
+                return None, None, float(budget) if even or budget == 0 else None
             return before, within, before + within
         case QueueMax():
             return None, None, None

@@ -18,7 +18,7 @@ FULL = 0.9
 """Of the gate's capacity charged: then the gate, not the workers, bounds what is in flight."""
 MOST = 0.5
 """Share of the times that a worker had room in which the gate held a group back: likewise, where it is reported."""
-NEEDED = ("generated_samples_per_s", "consumption_samples_per_s", "in_flight_rollouts", "tail_multiplier")
+NEEDED = ("generated_samples_per_s", "consumption_samples_per_s", "tail_multiplier")
 
 
 def job_urls(job: str) -> tuple[str, str]:
@@ -47,12 +47,11 @@ def read_live(job: Mapping[str, Any], throughput: Mapping[str, Any]) -> Live:
     needed = (*NEEDED, "zero_variance_share") if spec.get("zero_variance") == "drop" else NEEDED
     if missing := [key for key in needed if throughput.get(key) is None]:
         raise PlanError("job", f"its report has no {', '.join(missing)} yet; wait until groups were generated and trained")
-    produced, in_flight = float(throughput["generated_samples_per_s"]), float(throughput["in_flight_rollouts"])
-    consumption = float(throughput["consumption_samples_per_s"])
-    if produced <= 0 or consumption <= 0 or in_flight <= 0:
+    produced, consumption = float(throughput["generated_samples_per_s"]), float(throughput["consumption_samples_per_s"])
+    if produced <= 0 or consumption <= 0:
         raise PlanError("job", "it stands still: nothing is generated or trained; see its bottleneck and preflight")
     spent = {part: float(seconds or 0.0) for part, seconds in (throughput.get("time_s") or {}).items()}
-    latency_s = float(throughput.get("mean_latency_s") or in_flight / produced)
+    latency_s = float(throughput.get("mean_latency_s") or (throughput.get("in_flight_rollouts") or 0) / produced)  # Little
     worked_s = latency_s - spent.get("queue", 0.0)  # who waits for a worker is nobody's load
     beside_s = sum(spent.get(part, 0.0) for part in ("sandbox", "tool", "verify"))
     if worked_s <= beside_s:
@@ -89,7 +88,7 @@ def read_live(job: Mapping[str, Any], throughput: Mapping[str, Any]) -> Live:
 def _concurrency(spec: Mapping[str, Any], throughput: Mapping[str, Any], *, worked: float) -> int:
     """What may be in flight: the job's bound where the gate holds it back, what is worked on where workers or generators do."""
     capacity, gated = throughput.get("capacity_groups"), throughput.get("gated_share")
-    charged = float(throughput["in_flight_rollouts"]) / spec["group_size"] + (throughput.get("queue_groups") or 0)
+    charged = (throughput.get("in_flight_rollouts") or 0) / spec["group_size"] + (throughput.get("queue_groups") or 0)
     if capacity and (charged >= FULL * capacity if gated is None else gated >= MOST):
         return int(spec["max_in_flight_rollouts"])
     members = int(spec["group_size"]) + int(spec.get("extra_members") or 0)

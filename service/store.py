@@ -63,6 +63,9 @@ COPY_WAIT_S = 2.0
 COPY_LOOK_MS = 100
 """Between two looks at whether there still is a replica to wait for."""
 
+LOOK_S = 1.0
+"""Between two looks at whether a server has a replica at all: a look costs as much as the wait."""
+
 REPLICA_LAG_S = 5
 """A replica that has not been heard of for longer is not waited for: it may be dead, which its primary notices after a minute."""
 
@@ -117,8 +120,8 @@ class Store:
         self._scripts = {file.stem: self._read(file) for file in sorted(LUA.glob("*.lua")) if file.stem not in SHARED}
         self._appends = Appends(self._send_appends)
         self._waits_for_disk = True
-        self._replicated: dict[Address | None, bool] = {}
-        """Whether a server had a live replica when a wait last ended there."""
+        self._replicas: dict[Address | None, tuple[float, bool]] = {}
+        """When it was last looked whether a server has a live replica, and whether it has."""
 
     def _read(self, file: Path) -> Script:
         shared = "" if file.stem == "append" else "".join((LUA / f"{part}.lua").read_text() for part in SHARED)
@@ -184,31 +187,34 @@ class Store:
         if not self._waits_for_disk:
             return
         server = self._server_of(mark)
+        looked_at, replica = self._replicas.get(server, (0.0, False))
+        now = time.monotonic()
         with unavailable():
-            reached = await self._mark(mark, wrote, disk=True, replica=self._replicated.get(server, False))
+            reached = await self._mark(mark, wrote, disk=True, replica=replica, look=now > looked_at + LOOK_S)
             until = time.monotonic() + COPY_WAIT_S
-            while reached.replicated and not reached.copied and time.monotonic() < until:
-                reached = await self._mark(mark, wrote, disk=False, replica=True)
-        self._replicated[server] = reached.replicated
-        if reached.replicated and not reached.copied:
+            while reached.replica and not reached.copied and time.monotonic() < until:
+                reached = await self._mark(mark, wrote, disk=False, replica=True, look=True)
+        if reached.looked:
+            self._replicas[server] = now, reached.replica
+        if reached.replica and not reached.copied:
             logger.warning("no replica of Redis has caught up within %.0f s: a fail-over could forget what was accepted", COPY_WAIT_S)
 
-    async def _mark(self, mark: str, wrote: tuple[str, str] | None, *, disk: bool, replica: bool) -> "_Mark":
-        """Write a mark and wait for it, since a wait covers what its own connection wrote."""
+    async def _mark(self, mark: str, wrote: tuple[str, str] | None, *, disk: bool, replica: bool, look: bool) -> "_Reached":
+        """Write a mark and wait for it, since a wait covers what its own connection wrote. look: whether there is a replica now."""
         pipeline = self.redis.pipeline(transaction=False)
         names, fields = ([], []) if wrote is None else ([wrote[0]], [wrote[1]])
         pipeline.eval(MARK, 1 + len(names), mark, *names, *fields)
         pipeline.execute_command("WAITAOF", int(disk), 0, DISK_WAIT_MS)
-        pipeline.execute_command("WAIT", int(replica), COPY_LOOK_MS)
-        pipeline.info("replication")
-        there, (synced, _), copies, info = await pipeline.execute()
+        if replica:
+            pipeline.execute_command("WAIT", 1, COPY_LOOK_MS)
+        if look:
+            pipeline.info("replication")
+        there, (synced, _), *more = await pipeline.execute()
         if not there:
             raise UnavailableError("the store failed over and forgot what was written just now; send it again", retry_after_s=1.0)
         if disk and synced < 1:
             logger.warning("Redis has not synced its append-only file within %d ms", DISK_WAIT_MS)
-        replicas = [entry for name, entry in info.items() if name.startswith("slave") and isinstance(entry, dict)]
-        replicated = any(entry["state"] == "online" and entry["lag"] <= REPLICA_LAG_S for entry in replicas)
-        return _Mark(replicated=replicated, copied=copies > 0)
+        return _Reached(replica=_replicated(more[-1]) if look else replica, copied=replica and more[0] > 0, looked=look)
 
     # -------------------------------------------------------------------------------------------------- appends, combined
 
@@ -227,19 +233,21 @@ class Store:
     async def _send_appends(self, appends: Sequence[Append]) -> Sequence[Any]:
         script = self._scripts["append"]
         try:
-            replies = await self._send_once(script, appends)
-            if any(isinstance(reply, NoScriptError) for reply in replies):
-                await self.redis.script_load(script.text)
-                replies = await self._send_once(script, appends)  # an append that was done succeeds again without effect
+            replies = await self._send_once(appends, "EVALSHA", script.sha)
+            forgot = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if forgot:
+                again = await self._send_once([appends[at] for at in forgot], "EVAL", script.text)
+                for at, reply in zip(forgot, again, strict=True):
+                    replies[at] = reply
         except (RedisError, OSError) as error:
             return [error] * len(appends)
         return replies
 
-    async def _send_once(self, script: Script, appends: Sequence[Append]) -> Sequence[Any]:
+    async def _send_once(self, appends: Sequence[Append], *command: str) -> list[Any]:
         pipeline = self.redis.pipeline(transaction=False)
         for append in appends:
-            pipeline.execute_command("EVALSHA", script.sha, *append)
-        replies: Sequence[Any] = await pipeline.execute(raise_on_error=False)
+            pipeline.execute_command(*command, *append)
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies
 
     # -------------------------------------------------------------------------------------------------- workers
@@ -262,11 +270,18 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Mark:
-    """A mark that is on the disk. replicated: its server has a live replica. copied: one has the mark."""
+class _Reached:
+    """Where a mark is, beside the disk. replica: the server has a live one, as far as known or `looked`. copied: it has the mark."""
 
-    replicated: bool
+    replica: bool
     copied: bool
+    looked: bool
+
+
+def _replicated(info: Mapping[str, Any]) -> bool:
+    """Whether a server with this INFO has a live replica."""
+    replicas = [entry for name, entry in info.items() if name.startswith("slave") and isinstance(entry, dict)]
+    return any(entry["state"] == "online" and entry["lag"] <= REPLICA_LAG_S for entry in replicas)
 
 
 # ------------------------------------------------------------------------------------------------------ opening

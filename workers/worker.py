@@ -114,6 +114,10 @@ class Worker:
         except NotFoundError:
             await self._jobs.free(job_id)
             return 0
+        except UnavailableError as error:
+            await self._store.ping()  # only one node of a cluster is away, or the job's slot on its way: the others' jobs go on
+            logger.warning("no leases of %s: %s", job_id, error)
+            return 0
         for lease in leases:
             older = self._held.get(lease.rollout_id)
             if older is not None:  # our own lease ran out and came back to us

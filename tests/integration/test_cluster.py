@@ -17,8 +17,10 @@ from service.leases import Lease
 from service.records import GroupState
 from service.settings import Settings
 from service.store import Store, open_store
+from tests.integration.test_worker import resources_of
 from tests.redis_cluster import ClusterServers, Node, running_cluster
 from tests.store_stack import Stack, store_at
+from workers.worker import Worker
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -263,3 +265,21 @@ async def test_a_cluster_is_reached_by_any_of_its_nodes(servers: ClusterServers)
             await Jobs(store, retain_s=60).ids()
     assert len(ids) == 1
     assert {servers.owner(JOBS), servers.owner(WORKERS)} <= set(servers.primaries)
+
+
+async def test_a_job_that_cannot_be_leased_from_holds_up_no_other(
+    store: Store, servers: ClusterServers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_its_way, free = [await stack_at(store, servers, node) for node in servers.primaries[:2]]
+    [waiting], [served] = await on_its_way.submit(1), await free.submit(1)
+    servers.begin_move(on_its_way.job_id, servers.primaries[2])
+    async with resources_of(free, tmp_path / "no-tokenizer") as resources:
+        async with asyncio.timeout(60):
+            worker = asyncio.create_task(Worker(store, free.jobs, resources).run())
+            while await free.state(served) is GroupState.QUEUED or f"no leases of {on_its_way.job_id}" not in caplog.text:
+                await asyncio.sleep(0.05)
+            resources.stopping.set()
+            await worker
+    await asyncio.to_thread(servers.end_move, on_its_way.job_id, servers.primaries[2])
+    assert await on_its_way.state(waiting) is GroupState.QUEUED
+    servers.move(on_its_way.job_id, servers.primaries[0])

@@ -260,6 +260,67 @@ async def test_a_pause_holds_what_runs_and_what_comes(server: Server, mode: str)
     assert came["meta_info"]["finish_reason"]["type"] == "length"
 
 
+async def load(server: Server, label: str, **body: Any) -> tuple[int, Any]:
+    """The weights that are there, once more."""
+    path = (await server.call("GET", "/model_info"))[1]["model_path"]
+    return await server.call("POST", "/update_weights_from_disk", {"model_path": path, "weight_version": label} | body)
+
+
+async def labelled(server: Server) -> str:
+    label: str = (await server.call("GET", "/model_info"))[1]["weight_version"]
+    return label
+
+
+@pytest.mark.parametrize(("mode", "flush"), [("in_place", False), ("retract", True)])
+async def test_weights_loaded_under_what_stands_still_make_two_spans(server: Server, mode: str, flush: bool) -> None:
+    await server.relabel("0.3", abort=False)
+    task = asyncio.create_task(server.generate(server.long))
+    await server.running(1)
+    await server.call("POST", "/pause_generation", {"mode": mode})
+    status, body = await load(server, "0.4", flush_cache=flush)
+    assert (status, body["success"]) == (200, True)
+    assert_like(body, captured("upd_nopause_update_disk")["body"])
+    assert await labelled(server) == "0.4"
+    assert (await server.call("POST", "/flush_cache", {}))[0] == (200 if mode == "retract" else 400)
+    await server.call("POST", "/continue_generation", {})
+    _, reply = await task
+    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["0.3", "0.4"]
+    assert len(reply["output_ids"]) == server.long
+    assert_aligned(reply)
+
+
+async def test_a_flush_in_place_is_told_as_a_failure_although_the_weights_moved(server: Server) -> None:
+    await server.relabel("0.5", abort=False)
+    task = asyncio.create_task(server.generate(server.long))
+    await server.running(1)
+    await server.call("POST", "/pause_generation", {"mode": "in_place"})
+    assert await load(server, "0.6") == (400, captured("pause_inplace_update_disk_flush")["body"])
+    assert await labelled(server) == "0.5"
+    await server.call("POST", "/continue_generation", {})
+    _, reply = await task
+    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == ["0.5", "0.6"]
+
+
+async def test_a_path_that_is_not_there_leaves_weights_and_label(server: Server) -> None:
+    await server.relabel("0.7", abort=False)
+    status, body = await load(server, "0.8", model_path="/nope", flush_cache=False)
+    assert (status, body["success"]) == (400, False)
+    assert body["message"].startswith("Failed to get weights iterator")
+    assert await labelled(server) == "0.7"
+    assert (await server.generate(2))[1]["meta_info"]["weight_version"] == "0.7"
+
+
+async def test_a_pause_and_a_continue_can_be_said_twice(server: Server) -> None:
+    """As by one that takes over from another; also a pause by abort where everything stands still already."""
+    task = asyncio.create_task(server.generate(server.long))
+    await server.running(1)
+    for mode in ("in_place", "in_place", "retract"):
+        assert (await server.call("POST", "/pause_generation", {"mode": mode}))[0] == 200
+    for _ in range(2):
+        assert (await server.call("POST", "/continue_generation", {}))[0] == 200
+    assert len((await task)[1]["output_ids"]) == server.long
+
+
 async def test_a_pause_by_abort_ends_what_runs(server: Server) -> None:
     task = asyncio.create_task(server.generate(server.long))
     await server.running(1)

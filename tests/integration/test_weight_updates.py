@@ -8,9 +8,11 @@ from aiohttp.test_utils import TestServer
 
 from service.records import GeneratorSpec
 from service.standin import create_standin
+from service.weight_store import WeightStore
 from tests.gateway_stack import RunningGateway
 from tests.standin_stack import LONG, tiny_model
 from tests.weight_play import TOKENS, TOKENS_PER_S, engine_says, sampling, scene
+from workers.resources import JobContexts
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(60)]
 
@@ -141,3 +143,20 @@ async def test_a_generator_that_died_misses_it_and_its_work_goes_elsewhere(tiny_
         assert {part["url"]: part["state"] for part in update["generators"]} == {on.urls[0]: "done", url: "failed"}
     assert all(len(task.result().ids) == TOKENS for task in tasks)
     assert {"serving", "quarantined"} == {status["standing"] for status in on.player.pool.status()}
+
+
+async def test_a_worker_hears_of_it_with_its_jobs_record(tiny_gateway: RunningGateway, tmp_path: Path) -> None:
+    """At its next heartbeat, or at once where a generation came back cut."""
+    async with (
+        scene(tiny_gateway, tmp_path) as on,
+        JobContexts(tiny_gateway.settings, tiny_gateway.jobs, WeightStore(tiny_gateway.store)) as contexts,
+    ):
+        context = await contexts.get(on.trainer.job_id)
+        assert context.pool.status()[0]["standing"] == "serving"
+        update_id = await on.trainer.begun(1)
+        await on.trainer.until(update_id, "paused")
+        await contexts.get(on.trainer.job_id, fresh=True)
+        assert context.pool.status()[0]["standing"] == "held"
+        await on.trainer.say(update_id, "abandon", weights="moved")
+        await contexts.refresh()
+        assert context.pool.status()[0]["standing"] == "quarantined"

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 LABEL_TRIES = 5
 PAUSE_S = 0.5
+POLL_S = 0.05
 
 
 class Weights(Protocol):
@@ -85,5 +86,7 @@ class Updates:
     async def _reach(self, update_id: str, state: str) -> None:
         """Raises TrainerError where the update fails."""
         while (update := await self._gateway.update(update_id))["state"] != state:
-            if update["state"] in ("failed", "abandoned", "done"):
-                raise TrainerError(f"weight update {update_id} is {update['state']} instead of {state}: {update}")
+            if update["state"] in ("failed", "done"):
+                told = [f"{part['url']}: {part['detail']}" for part in update["generators"] if part["detail"]]
+                raise TrainerError(f"weight update {update_id} is {update['state']} instead of {state}: {update['reason']} {told}")
+            await asyncio.sleep(POLL_S)

@@ -13,7 +13,10 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
 
+from service.standin import create_standin, drawn_lengths
+from service.standin.server import load_model
 from service.trainer.figures import Summary
 from service.trainer.gateway import GatewayError, open_gateway
 from service.trainer.loop import Progress, Trainer
@@ -108,6 +111,16 @@ async def test_a_prefetched_batch_counts_as_old_as_it_is_when_it_trains(gateway:
         counts = await job.counts()
         assert (progress.version, counts.acked, counts.leased) == (8, 16, 0), "what was leased ahead and not trained was handed back"
         assert all(age >= 1 for step in progress.steps[2:] for age in step.staleness), "leased before the version that it trains"
+
+
+async def test_the_service_moves_the_weights_where_it_is_asked_to(gateway: RunningGateway, qwen3_dir: Path) -> None:
+    standing_in = TestServer(create_standin(**load_model(qwen3_dir, "qwen3"), policy=drawn_lengths(10, 0)))
+    async with standing_in:
+        url = str(standing_in.make_url("")).rstrip("/")
+        async with played(gateway, url) as job:
+            summary = await job.train(steps=3, weight_updates=True)
+            assert (summary.version, (await job.counts()).acked) == (3, 6)
+            assert await label_of(url) == "0.3"
 
 
 async def test_tasks_that_end_are_trained_to_the_last(gateway: RunningGateway, generator_url: str, tmp_path: Path) -> None:

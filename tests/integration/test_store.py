@@ -125,6 +125,22 @@ async def test_many_appends_at_once_are_all_answered(empty_redis_url: str) -> No
         assert [len(journal) for journal in await stack.leases.raw_journals([lease.rollout_id for lease in leases])] == [1] * 400
 
 
+async def test_nobody_waits_for_a_store_that_was_closed(empty_redis_url: str) -> None:
+    with redis.Redis.from_url(empty_redis_url) as other:
+        async with store_at(empty_redis_url) as store:
+            stack = Stack(store)
+            await stack.open_job()
+            await stack.submit(1)
+            lease = await stack.one()
+            other.client_pause(60_000, all=False)
+            waiting = asyncio.create_task(stack.open_journal(lease))
+            await asyncio.sleep(0.05)
+        other.execute_command("CLIENT", "UNPAUSE")
+        for late in (waiting, stack.open_journal(lease)):
+            with pytest.raises(UnavailableError, match="the store was closed"):
+                await late
+
+
 @pytest.fixture
 def cluster_url(tmp_path: Path) -> Iterator[str]:
     """One node that holds every slot of a cluster: it refuses steps whose keys lie in two, or that were not named."""

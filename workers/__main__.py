@@ -15,7 +15,7 @@ from service.groups import Groups
 from service.jobs import Jobs
 from service.leases import Leases
 from service.settings import Settings
-from service.store import open_store
+from service.store import Store, open_store
 from service.weight_store import WeightStore
 from workers import metrics
 from workers.backends import open_backends
@@ -41,12 +41,25 @@ def set_up_logging() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: Settings) -> bool:
+    """Work until a signal; whether all has ended within the grace time. What an engine holds up past it is left to other workers' sweeps:
+    by then every rollout was handed back."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with open_store(settings) as store:
+        working, told = asyncio.create_task(work(settings, store, stopping)), asyncio.create_task(stopping.wait())
+        await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        await asyncio.wait((working,), timeout=settings.grace_s)
+        if working.done():
+            working.result()
+        return working.done()
+
+
+async def work(settings: Settings, store: Store, stopping: asyncio.Event) -> None:
+    """One worker's life, with all that it opens and closes."""
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(open_store(settings))
         jobs = Jobs(store, retain_s=settings.retain_s)
         deployment_id = settings.deployment_id or await store.deployment_id()
         name = f"{socket.gethostname()}-{os.getpid()}"
@@ -67,7 +80,7 @@ async def run(settings: Settings) -> None:
         worker = Worker(store, jobs, resources)
         logger.info("worker %s: %d slots, sandboxes: %s", worker.name, settings.worker_rollouts, ", ".join(resources.backends) or "none")
         await worker.run()
-    logger.info("worker %s left", worker.name)
+    logger.info("worker %s left", name)
 
 
 def main() -> None:
@@ -76,7 +89,10 @@ def main() -> None:
     if settings.worker_metrics_port is not None:
         prometheus_client.start_http_server(settings.worker_metrics_port, addr="127.0.0.1")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run(settings))
+        if not runner.run(run(settings)):
+            logger.warning("left after %g s: what was still being removed is left to the sweep", settings.grace_s)
+            logging.shutdown()
+            os._exit(0)  # the runner would wait for what is held up
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ ASK_S = 4.0
 IMAGES_S = 30.0
 """How old what a worker says of its backends may be."""
 MAX_IMAGES = 1000
+MIN_RELEASE_S = 1.0
+"""For handing leases back, however short the grace time is."""
 SWEEP_AGE_S = 60.0
 """A sandbox younger than this is never swept: its owner may be about to journal it."""
 
@@ -68,12 +70,12 @@ class Worker:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:  # without its renewals a worker only does harm: a bug in any loop ends it
-            background = [group.create_task(loop()) for loop in (self._renewing, self._beating, self._sweeping)]
+            leasing, *background = [group.create_task(loop()) for loop in (self._leasing, self._renewing, self._beating, self._sweeping)]
             try:
-                await self._leasing()
+                await self._resources.stopping.wait()
             finally:
-                await self._drain()
-                for task in background:
+                await self._drain(leasing)
+                for task in (leasing, *background):
                     task.cancel()
 
     # --------------------------------------------------------------------------------------------------------------- leasing
@@ -232,18 +234,29 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------------------------- stopping
 
-    async def _drain(self) -> None:
-        """Rollouts hand themselves back at their next step; what does not within the grace time is cancelled and released."""
-        deadline = time.monotonic() + self._settings.grace_s * 0.7
-        while self._held and time.monotonic() < deadline:
-            await asyncio.wait([held.task for held in self._held.values()], timeout=0.5)
+    async def _drain(self, leasing: asyncio.Task[None]) -> None:
+        """Rollouts hand themselves back at their next step, those too that come while we are told to leave; what does not within the grace
+        time is cancelled and released. Nothing here takes longer, whatever engine and store do."""
+        grace_s, now = self._settings.grace_s, time.monotonic
+        deadline = now() + grace_s * 0.7
+        while (tasks := self._at_work(leasing)) and now() < deadline:
+            await asyncio.wait(tasks, timeout=min(0.5, max(0.0, deadline - now())))
         left = list(self._held.values())
         for held in left:
             held.task.cancel()
         if left:  # a teardown that an engine holds up must not hold up the release
-            await asyncio.wait([held.task for held in left], timeout=self._settings.grace_s * 0.2)
-        for held in left:
-            try:
-                await self._resources.leases.release(held.lease)
-            except (LeaseLostError, UnavailableError) as error:
-                logger.info("%s not handed back: %s", held.lease.rollout_id, error)
+            await asyncio.wait([held.task for held in left], timeout=grace_s * 0.15)
+        try:
+            async with asyncio.timeout(max(MIN_RELEASE_S, grace_s * 0.1)):
+                await asyncio.gather(*(self._release(held.lease) for held in left))
+        except TimeoutError:
+            logger.warning("the store does not answer: leases that were not handed back run out")
+
+    def _at_work(self, leasing: asyncio.Task[None]) -> list[asyncio.Task[None]]:
+        return [task for task in (leasing, *(held.task for held in self._held.values())) if not task.done()]
+
+    async def _release(self, lease: Lease) -> None:
+        try:
+            await self._resources.leases.release(lease)
+        except (LeaseLostError, UnavailableError) as error:
+            logger.info("%s not handed back: %s", lease.rollout_id, error)

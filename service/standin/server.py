@@ -1,5 +1,6 @@
 """The stand-in's HTTP server: `/generate`, the record of what was sampled, and the process around it."""
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -53,7 +54,7 @@ class Generate:
         rid = request.rid or uuid.uuid4().hex
         try:
             plan = self._sampler.plan(prompt, request.sampling_params, max_tokens=limit)
-            running = await self._engine.run(rid, len(plan.ids))
+            running = await self._sampled(rid, ids, plan)
         except NothingToSayError as error:
             raise refused(str(error)) from error
         except DuplicateRidError as error:
@@ -62,6 +63,25 @@ class Generate:
         self._write(ids, running, plan)
         meta = meta_info(running, plan, prompt_tokens=len(ids), logprobs=request.return_logprob, started=started)
         return answer({"text": self._sampler.decode(output_ids), "output_ids": output_ids, "meta_info": meta})
+
+    async def _sampled(self, rid: str, ids: list[int], plan: Plan) -> Running:
+        """A client that leaves has its request aborted, as with SGLang; what was sampled for it by then is on the record all the same.
+
+        Raises:
+            DuplicateRidError: the id is in flight.
+        """
+        sampling = asyncio.ensure_future(self._engine.run(rid, len(plan.ids)))
+        try:
+            return await asyncio.shield(sampling)
+        except asyncio.CancelledError:
+            if rid in self._engine.running:
+                self._engine.abort(rid)
+                self._write(ids, await sampling, plan)
+            else:
+                sampling.cancel()
+                await asyncio.wait((sampling,))
+            logger.info("the client of %s left", rid)
+            raise
 
     def _known(self, ids: list[int]) -> "array[int] | None":
         """The prompt as int32; None if an id is outside the vocabulary."""
@@ -178,6 +198,7 @@ def serve_standin(
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=2.0,
+        handler_cancellation=True,
         loop=uvloop.new_event_loop(),
     )
 

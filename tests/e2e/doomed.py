@@ -21,7 +21,9 @@ WORKERS = (
     "snapshotted", "restored", "stopped", "verifying", "scored", "finish", "restart", "handed_back", "release",
 )  # fmt: skip
 LOSERS = ("sandbox_lost",)
-GATEWAYS = ("publish", "submit", "patch_job", "lease_batch", "hold_batch", "spoil", "ack_batch", "policy", "cancel", "delete_job")
+GATEWAYS = (
+    "publish", "submit", "patch_job", "lease_batch", "hold_batch", "spoil", "ack_batch", "policy", "stop_stale", "cancel", "delete_job",
+)  # fmt: skip
 """Steps of workers, of those whose sandbox the model destroys, and of gateways: together all that there are."""
 
 

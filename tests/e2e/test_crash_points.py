@@ -234,6 +234,7 @@ async def test_gateways_killed_at_any_step_did_it_once_or_not_at_all(tmp_path: P
         assert until > batch["lease_until"] + 1000
         told = await gates.asked("policy", "PUT", f"{path}/policy", {"version": 1, "ack": [batch["batch_id"]]})
         assert told.json()["policy_version"] == 1
+        assert (await gates.asked("stop_stale", "PUT", f"{path}/policy", {"version": 1})).json()["policy_version"] == 1
         assert (await gates.asked("cancel", "POST", f"/v1/groups/{ids[4]}/cancel")).json()["state"] == "cancelled"
 
         counts = (await stack.api.get(path)).json()["counts"]

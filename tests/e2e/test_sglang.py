@@ -3,6 +3,7 @@
 `deploy/test --sglang` installs and starts one on the CPU and names it in the environment.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.stack import Stack, running, task
+from tests.killed_client import assert_aborted_for_a_killed_client
+from tests.recording_proxy import engine_versions, recording
+from tests.weight_play import Trainer, engine_says, sampling
 
 URL = os.environ.get("ROLLWAY_TEST_SGLANG_URL")
 TOKENIZER = os.environ.get("ROLLWAY_TEST_SGLANG_TOKENIZER")
@@ -108,3 +112,43 @@ async def test_a_small_model_makes_whole_rollouts_when_guided(stack: Stack) -> N
         assert np.isfinite(sample["logprobs"]).all()
         edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(int), [0]))))
         assert len(edges) // 2 == trajectory["turns"]
+
+
+async def test_a_killed_clients_request_is_aborted(stack: Stack) -> None:
+    """What a worker that is killed leaves at the engine is not sampled to its end."""
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "return_logprob": True}
+    await assert_aborted_for_a_killed_client(stack.generator_url, body, within_s=30)
+
+
+STORY = [{"role": "user", "content": "Write a long story about a ship and its crew. Begin now and do not stop."}]
+
+
+@pytest.mark.parametrize("mode", ["in_flight", "in_flight_flushed", "abort_resume", "drain"])
+async def test_an_update_in_the_middle_of_a_generation(stack: Stack, mode: str) -> None:
+    """No request is lost, and every exported token has the version that the engine's own spans give it."""
+    url = stack.generator_url
+    async with recording(url) as (generator, replies), httpx.AsyncClient(timeout=60) as engine:
+        path = (await engine.get(f"{url}/model_info")).json()["model_path"]
+        await engine.post(f"{url}/update_weight_version", json={"new_version": "0.0", "abort_all_requests": False})
+        kind = {"weight_update": mode.removesuffix("_flushed"), "flush_cache": mode.endswith("_flushed")}
+        job_id = await stack.job(mode, generators=[generator], limits={"turns": 1, "tokens": 64, "turn_tokens": 64}, **kind)
+        await stack.submit(job_id, task("story", messages=STORY, tools=[], verifier=None))
+        await sampling(url, count=2)
+        await asyncio.sleep(0.5)
+        trainer = Trainer(stack.api, job_id)
+        await trainer.until(await trainer.begun(1, from_disk=path), "done", wait_s=120)
+        assert await engine_says(url) == "0.1"
+        assert (await trainer.job())["policy_version"] == 1
+        [found] = [samples(await stack.batch(job_id, 1, wait_s=120))]
+        assert len(found) == 2
+        for _, sample in found:
+            start = sample["prompt_len"]
+            assert sample["versions"][start:] == engine_versions(replies, sample["token_ids"][start:])
+        versions = {version for _, sample in found for version in sample["versions"][sample["prompt_len"] :]}
+        assert versions == ({0} if mode == "drain" else {0, 1})
+        cut = [reply for reply in replies if reply["meta_info"]["finish_reason"]["type"] == "abort"]
+        assert bool(cut) is (mode == "abort_resume")
+        await stack.submit(job_id, task("after", messages=STORY, tools=[], verifier=None))
+        after = samples(await stack.batch(job_id, 1, wait_s=120))
+        assert {version for _, sample in after for version in sample["versions"][sample["prompt_len"] :]} == {1}
+        assert (await stack.api.delete(f"/v1/jobs/{job_id}")).status_code == 204

@@ -149,6 +149,7 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
     await stack.groups.submit(stack.job_id, [task])
     backend = StuckBackend()
     async with resources_of(stack, qwen3_dir, docker=backend) as resources:
+        await resources.contexts.get(stack.job_id)  # loading holds up everything for longer than a lease
         async with asyncio.timeout(20):
             worker = asyncio.create_task(Worker(stack.store, stack.jobs, resources).run())
             await backend.starting.wait()

@@ -36,7 +36,7 @@ async def test_jobs_on_all_nodes_finish_though_one_is_lost(tmp_path: Path, qwen3
                 job_id = await stack.job(f"job{len(homes)}", groups_per_step=3)
                 homes[job_id] = servers.owner(job_id)
             groups = {job_id: await stack.submit(job_id, *(task(f"count {n}", **PLAIN) for n in range(3))) for job_id in homes}
-            await stack.group(next(groups[job_id][0] for job_id, home in homes.items() if home is lost), "running")
+            await stack.group(next(groups[job_id][0] for job_id, home in homes.items() if home is lost), "running", "ready")
             lost.kill()
             for job_id, submitted in groups.items():
                 assert await batch(stack, job_id, 3) == set(submitted)

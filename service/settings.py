@@ -21,7 +21,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
-    redis_url: SecretStr | None = Field(default=None, description="Redis or Valkey; empty: an embedded Valkey in the data directory")
+    redis_url: SecretStr | None = Field(
+        default=None, description="Redis or Valkey, or a node of a Redis Cluster; empty: an embedded Valkey in the data directory"
+    )
     data_dir: Path = Field(default=Path(".rollway"), description="embedded Valkey, made tokenizers")
     deployment_id: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="label of our sandboxes; empty: one that the store keeps"

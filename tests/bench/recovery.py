@@ -59,9 +59,7 @@ def takeovers_table(found: recovery_kills.Found) -> Table:
     for what, times, seen in (("SIGKILL", found.kills, found.killed), ("SIGTERM", found.terms, found.left)):
         table.add_row(what, str(times), str(seen.resumed + seen.restarted), *seconds(seen), str(seen.restarted), f"{seen.tokens_saved:,}")
     kept = found.killed.tokens_saved + found.left.tokens_saved
-    table.caption = (
-        f"restarting would have sampled {kept:,} tokens again, {kept / max(1, found.generated):.0%} of the {found.generated:,} sampled"
-    )
+    table.caption = f"{found.generated:,} tokens were sampled; restarting instead of resuming would have sampled at least {kept:,} more"
     return table
 
 

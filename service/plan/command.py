@@ -62,7 +62,7 @@ def plan(
     compare: Annotated[list[str] | None, _opt("a table: name=value,value; several make every combination", metavar="NAME=V,V")] = None,
     gate: Annotated[list[str] | None, _opt("the same budget elsewhere: areal, verl, nemo, prime-rl or all", metavar="SYSTEM")] = None,
     plot: Annotated[Path | None, _opt("staleness and wait against generators and budget, as a PNG", metavar="FILE.png")] = None,
-    json: Annotated[bool, _opt("the plan as one JSON object", rich_help_panel=None)] = False,
+    json: Annotated[bool, typer.Option("--json", help="the plan as one JSON object")] = False,
     groups: Annotated[int, _opt("groups to simulate", min=1000, max=MAX_GROUPS)] = 20_000,
     seed: Annotated[int, _opt("of the simulation", min=0)] = 0,
 ) -> None:

@@ -96,10 +96,10 @@ def test_the_most_rollouts_within_a_budget() -> None:
 
 
 def test_more_generation_helps_a_trainer_that_waits_and_a_smaller_budget_one_that_does_not() -> None:
-    waiting = knobs(job(0.5), simulate(job(0.5), groups=2_000), groups=2_000)
+    waiting = knobs(job(0.5), simulate(job(0.5), groups=1_000), groups=1_000)
     assert waiting[0].change.startswith(("generators 4 -> 5", "generators that sample 25 %"))
     assert waiting[0].samples_gain == pytest.approx(0.25, abs=0.03)
-    busy = knobs(job(1.5), simulate(job(1.5), groups=2_000), groups=2_000)
+    busy = knobs(job(1.5), simulate(job(1.5), groups=1_000), groups=1_000)
     assert busy[0].samples_gain > -0.01
     assert busy[0].staleness_change == min(knob.staleness_change for knob in busy if knob.samples_gain > -0.01)
     assert busy[0].staleness_change < -0.9

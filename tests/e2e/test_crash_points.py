@@ -26,7 +26,7 @@ from tests.sandbox_backends import has_engine
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.skipif(not has_engine(), reason="needs a Docker engine"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
 ]
 
 FIRST, SECOND = "echo 1 >> /work/log; sleep 4", "echo 2 >> /work/log; sleep 4"
@@ -100,7 +100,7 @@ async def test_workers_killed_at_any_step_leave_what_others_finish(tmp_path: Pat
     async with running(tmp_path, qwen3_dir, POLICY, workers=0) as stack:
         job_id = await stack.job("each", group_size=1, groups_per_step=len(lives))
         groups = await stack.submit(job_id, *(EACH | {"task_id": f"each-{number}"} for number in range(len(lives))))
-        async with doomed(stack.env | ONE_BY_ONE, tmp_path / "doomed.log", qwen3_dir, lives) as workers, asyncio.timeout(100):
+        async with doomed(stack.env | ONE_BY_ONE, tmp_path / "doomed.log", qwen3_dir, lives) as workers, asyncio.timeout(200):
             async with asyncio.TaskGroup() as group:
                 for step in ("restart", "restored", "handed_back", "release"):
                     for point in points([step]):
@@ -108,7 +108,7 @@ async def test_workers_killed_at_any_step_leave_what_others_finish(tmp_path: Pat
             assert await workers.end() == dict.fromkeys(lives, -signal.SIGKILL)
         healthy = await spawn("worker", env=stack.env, log=tmp_path / "healthy.log")
         try:
-            batch = await stack.batch(job_id, len(lives), wait_s=90)
+            batch = await stack.batch(job_id, len(lives), wait_s=180)
         finally:
             await end(healthy)
         assert sorted(group["group_id"] for group in batch["groups"]) == sorted(groups)
@@ -136,11 +136,11 @@ async def test_workers_killed_when_the_model_destroyed_its_sandbox(tmp_path: Pat
         await stack.submit(job_id, *(DESTROY | {"task_id": f"destroy-{number}"} for number in range(len(lives))))
         ending = asyncio.create_task(destroying(stack))
         try:
-            async with doomed(stack.env | ONE_BY_ONE, tmp_path / "doomed.log", qwen3_dir, lives) as workers, asyncio.timeout(100):
+            async with doomed(stack.env | ONE_BY_ONE, tmp_path / "doomed.log", qwen3_dir, lives) as workers, asyncio.timeout(200):
                 assert await workers.end() == dict.fromkeys(lives, -signal.SIGKILL)
             healthy = await spawn("worker", env=stack.env, log=tmp_path / "healthy.log")
             try:
-                batch = await stack.batch(job_id, len(lives), wait_s=90)
+                batch = await stack.batch(job_id, len(lives), wait_s=180)
             finally:
                 await end(healthy)
         finally:

@@ -16,7 +16,7 @@ from tests.contract.test_docker_faults import LossyRoad
 from tests.e2e.stack import KEYS, Stack, call, end, free_port, ready, rule, running, spawn, task
 from tests.e2e.test_main_path import assert_equals_record, flat, messages
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(360)]
 
 LONG = "I think about it for a while. " * 12
 POLICY: dict[str, Any] = {

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.skipif(bool(missing()), reason=f"needs a second Docker engine: {missing()}"),
     pytest.mark.skipif(not has_engine(), reason="needs a Docker engine that has the tests' image"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
 ]
 
 FIRST, SECOND = "sleep 4", "sleep 5"
@@ -81,7 +81,7 @@ async def test_sandboxes_that_outlive_their_engine_are_gone_on_with(tmp_path: Pa
             groups += await stack.submit(job_id, task("restart 2"), task("restart 3"))
             await asyncio.sleep(AWAY_S)
             await engine.start(live_restore=True)
-            batch = await stack.batch(job_id, 4, wait_s=90)
+            batch = await stack.batch(job_id, 4, wait_s=180)
             assert {(t["attempt"], t["reward"], t["stop_reason"]) for t, _ in flat(batch)} == {(1, 1.0, "submitted")}
             assert assert_equals_record(stack, batch) == 4 * 3
             for group_id in groups:
@@ -98,7 +98,7 @@ async def test_sandboxes_that_die_with_their_engine_are_nobodys_answer(tmp_path:
             await in_their_calls(engine, groups, FIRST)
             await engine.kill()
             await engine.start(live_restore=False)
-            batch = await stack.batch(job_id, 2, wait_s=90)
+            batch = await stack.batch(job_id, 2, wait_s=180)
             assert {(t["attempt"], t["reward"], t["stop_reason"]) for t, _ in flat(batch)} == {(2, 1.0, "submitted")}
             for group_id in groups:
                 assert await observations(stack, group_id) == ["1\n", "2\n"]

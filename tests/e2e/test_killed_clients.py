@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.stack import end, running, spawn, task
 from tests.killed_client import assert_aborted_for_a_killed_client, running_requests
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(360)]
 
 TOKENS_PER_S = 5.0
 POLICY = {"rules": [], "default": [[{"text": "I think about it for a while. " * 200, "weight": 1.0}]]}

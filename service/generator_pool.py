@@ -24,8 +24,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from service.concurrency import Load
 from service.errors import GeneratorError, MisalignedTokensError
 from service.generation_reply import Asked, checked, names_version, read_label
+from service.generator_load import loads_of
 from service.generator_member import FAILURES_TO_OPEN, Member, PulledError, pause_s
 from service.generators import BusyGeneratorError, GeneratorClient, TimedOutGeneratorError, new_rid, open_session, sampling_params
 from service.records import GeneratorSpec, Sampling
@@ -118,6 +120,12 @@ class GeneratorPool:
             }
             for member in self._members.values()
         ]
+
+    async def loads(self) -> list[Load | None] | None:
+        """How busy each generator is; None: one of them stands still for a weight update, when its load says nothing."""
+        if any(member.weights.paused for member in self._members.values()):
+            return None
+        return await loads_of(self._members.values(), held=len(self._waiting))
 
     async def generate(
         self,

@@ -136,8 +136,13 @@ class GeneratorClient:
         """`/server_info`: some 550 keys, among them context_length, max_req_input_len, version, frontend."""
         return await self._get("/server_info")
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        return json_object(await self._fetch("GET", self._control_urls[0] + path, self._headers, None, timeout_s=CONTROL_S), path)
+    async def loads(self) -> list[Any]:
+        """`/v1/loads`: an entry for each data-parallel rank, of every server behind a router."""
+        told = await asyncio.gather(*(self._get("/v1/loads", url, timeout_s=PROBE_S) for url in self._control_urls))
+        return [rank for each in told if isinstance(ranks := each.get("loads"), list) for rank in ranks]
+
+    async def _get(self, path: str, url: str | None = None, *, timeout_s: float = CONTROL_S) -> dict[str, Any]:
+        return json_object(await self._fetch("GET", (url or self._control_urls[0]) + path, self._headers, None, timeout_s=timeout_s), path)
 
     async def _fetch(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, **bounds: Any) -> bytes:
         return await fetch(self._session, method, url, headers, body, **bounds)

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service import keys
+from service.concurrency import Bounds, first
 from service.errors import ConflictError, GoneError, InvalidError, NotFoundError
 from service.ledger import Ledger, read_ledger
 from service.records import JobPatch, JobSpec
@@ -60,6 +61,7 @@ class JobCounts:
     pending_rollouts: int
     leased_rollouts: int
     in_flight_rollouts: int
+    in_flight_cap: int
     left_out_rollouts: int
     surplus_rollouts: int
     tokens_generated: int
@@ -237,13 +239,13 @@ class Jobs:
         job = keys.JobKeys(job_id)
         with unavailable():
             pipeline = self._store.redis.pipeline(transaction=True)
-            pipeline.hmget(job.job, "deleted", "capacity")
+            pipeline.hmget(job.job, "deleted", "capacity", "max_in_flight", "start_in_flight", "in_flight_cap")
             pipeline.hgetall(job.counts)
             pipeline.hgetall(job.ledger)
             for queue in (job.backlog, job.pending, job.leases, job.ready):
                 pipeline.zcard(queue)
             pipeline.scard(job.charged)
-            (deleted, places), raw, books, backlog, pending, leased, ready, charged = await pipeline.execute()
+            (deleted, places, *caps), raw, books, backlog, pending, leased, ready, charged = await pipeline.execute()
         if deleted is None:
             raise keys.missing(job_id)
         counted = _numbers(raw)
@@ -263,6 +265,7 @@ class Jobs:
             pending_rollouts=pending,
             leased_rollouts=leased,
             in_flight_rollouts=pending + leased,
+            in_flight_cap=_in_flight_cap(*caps),
             left_out_rollouts=counted.get("left_out_rollouts", 0),
             surplus_rollouts=counted.get("surplus_rollouts", 0),
             tokens_generated=generated,
@@ -321,6 +324,18 @@ def _by_reason(counted: dict[str, int], state: str) -> dict[str, int]:
     return {field.split(":", 1)[1]: value for field, value in counted.items() if field.startswith(f"{state}:")}
 
 
+def _in_flight_cap(most: bytes, start: bytes | None, steered: bytes | None) -> int:
+    """As in service/lua/take.lua."""
+    return min(int(most), int(steered or start)) if start else int(most)
+
+
+def _start_in_flight(spec: JobSpec) -> int | str:
+    """The cap of an adaptive job before the first decision; empty: the job is not adaptive."""
+    if spec.concurrency == "fixed":
+        return ""
+    return first(Bounds(lowest=spec.least_in_flight, highest=spec.max_in_flight_rollouts, group=spec.members), spec.groups_per_step)
+
+
 def _gate(spec: JobSpec) -> dict[str, Any]:
     """What the Lua steps read of a spec. Empty: the gate is off."""
     places = capacity(spec.staleness_budget, spec.groups_per_step, spec.steps_per_version)
@@ -331,6 +346,7 @@ def _gate(spec: JobSpec) -> dict[str, Any]:
         "extra_members": spec.extra_members,
         "weight": spec.weight,
         "max_in_flight": spec.max_in_flight_rollouts,
+        "start_in_flight": _start_in_flight(spec),
         "queue_groups": spec.queue_groups,
         "backlog_limit": spec.backlog_limit,
         "max_requeues": spec.max_requeues,

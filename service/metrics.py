@@ -40,6 +40,7 @@ COUNTS = (
     "pending_rollouts",
     "leased_rollouts",
     "in_flight_rollouts",
+    "in_flight_cap",
     "left_out_rollouts",
     "surplus_rollouts",
     "tokens_generated",

@@ -53,7 +53,7 @@ def _now(record: JobRecord, counts: JobCounts) -> Now:
         capacity_groups=counts.capacity,
         backlog_groups=counts.backlog,
         staleness_budget=record.spec.staleness_budget,
-        in_flight_cap=record.spec.max_in_flight_rollouts,
+        in_flight_cap=counts.in_flight_cap,
     )
 
 

@@ -279,6 +279,11 @@ MIN_GROUP_SIZE = Field(ge=1, le=MAX_GROUP_SIZE, description="a group goes on sho
 EXTRA_MEMBERS = "rollouts of a group beyond group_size: the first group_size that end are taken, the others stopped"
 WEIGHT = "share of the workers, against the weights of the other jobs that have work"
 
+CONCURRENCY = Field(
+    description="the cap on rollouts in flight: max_in_flight_rollouts, or what queue, staleness and generators bear below it"
+)
+MIN_IN_FLIGHT = Field(ge=1, le=1_000_000, description="an adaptive cap never falls below it; null: one group")
+
 
 class JobSpec(Wire):
     """One training run. `staleness_budget: null` turns the gate off; then `queue_groups` bounds what is out and ready."""
@@ -300,7 +305,9 @@ class JobSpec(Wire):
     zero_variance: Literal["keep", "drop"] = "keep"
     group_retries: Annotated[int | None, GROUP_RETRIES] = None
     min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
+    concurrency: Annotated[Literal["fixed", "adaptive"], CONCURRENCY] = "fixed"
     max_in_flight_rollouts: int = Field(default=256, ge=1, le=1_000_000)
+    min_in_flight_rollouts: Annotated[int | None, MIN_IN_FLIGHT] = None
     queue_groups: int = Field(default=256, ge=1, le=1_000_000)
     backlog_limit: int = Field(default=10_000, ge=1, le=1_000_000)
     sandbox: dict[str, JsonValue] = Field(default_factory=dict)
@@ -314,6 +321,8 @@ class JobSpec(Wire):
         if self.max_in_flight_rollouts < self.members:
             sizes = "group_size" if not self.extra_members else "group_size and extra_members together"
             raise ValueError(f"max_in_flight_rollouts is below {sizes}: no group could ever start; raise it")
+        if self.least_in_flight > self.max_in_flight_rollouts:
+            raise ValueError("min_in_flight_rollouts is above max_in_flight_rollouts; lower it, or leave it out")
         if self.min_group_size is not None and self.min_group_size > self.group_size:
             raise ValueError("min_group_size is above group_size: no group has so many members; lower it, or leave it out")
         return self
@@ -324,6 +333,11 @@ class JobSpec(Wire):
         return self.group_size + self.extra_members
 
     @property
+    def least_in_flight(self) -> int:
+        """An adaptive cap never falls below it."""
+        return max(self.min_in_flight_rollouts or 0, self.members)
+
+    @property
     def generator_specs(self) -> list[GeneratorSpec]:
         return [GeneratorSpec(url=g) if isinstance(g, str) else g for g in self.generators]
 
@@ -331,7 +345,7 @@ class JobSpec(Wire):
 class JobPatch(Wire):
     """What may change in a live job; what is left out stays."""
 
-    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size", "max_environment_gap"})
+    nullable: ClassVar = frozenset({"staleness_budget", "group_retries", "min_group_size", "max_environment_gap", "min_in_flight_rollouts"})
     """Where null is a value."""
 
     generators: list[Url | GeneratorSpec] | None = Field(default=None, min_length=1, max_length=1000)
@@ -345,7 +359,9 @@ class JobPatch(Wire):
     zero_variance: Literal["keep", "drop"] | None = None
     group_retries: Annotated[int | None, GROUP_RETRIES] = None
     min_group_size: Annotated[int | None, MIN_GROUP_SIZE] = None
+    concurrency: Annotated[Literal["fixed", "adaptive"] | None, CONCURRENCY] = None
     max_in_flight_rollouts: int | None = Field(default=None, ge=1, le=1_000_000)
+    min_in_flight_rollouts: Annotated[int | None, MIN_IN_FLIGHT] = None
     queue_groups: int | None = Field(default=None, ge=1, le=1_000_000)
     backlog_limit: int | None = Field(default=None, ge=1, le=1_000_000)
     groups_per_step: int | None = Field(default=None, ge=1, le=10_000)

@@ -41,6 +41,7 @@ class Settings(BaseSettings):
     grace_s: float = Field(default=20.0, gt=0, description="time to finish and hand back after SIGTERM")
 
     worker_rollouts: int = Field(default=64, ge=1, le=10_000, description="rollouts in flight in one worker")
+    steer_s: float = Field(default=5.0, gt=0, le=60, description="how often the cap on rollouts in flight of an adaptive job is looked at")
     lease_s: float = Field(default=30.0, gt=1, description="a rollout's lease; renewed (and cancellations noticed) at a sixth of it")
     max_attempts: int = Field(default=3, ge=1, description="attempts of one rollout before it or its group fails")
     generate_timeout_s: float = Field(default=1800.0, gt=0, description="one generation call")

@@ -104,6 +104,10 @@ class JobContexts:
             except NotFoundError:
                 continue  # `forget` closes it once its rollouts are gone
 
+    def open(self) -> list[JobContext]:
+        """Those there are now."""
+        return list(self._contexts.values())
+
     def unwell(self) -> dict[str, list[str]]:
         """Per job, what is wrong with its generators that do not answer this worker: calls wait for them."""
         return {

@@ -19,6 +19,7 @@ from service.errors import LeaseLostError, NotFoundError, UnavailableError
 from service.fair_share import fill
 from service.jobs import Jobs
 from service.leases import Lease
+from service.steering import Steering
 from service.store import Store
 from workers import metrics
 from workers.owners import live_owners
@@ -70,7 +71,8 @@ class Worker:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:  # without its renewals a worker only does harm: a bug in any loop ends it
-            leasing, *background = [group.create_task(loop()) for loop in (self._leasing, self._renewing, self._beating, self._sweeping)]
+            loops = (self._leasing, self._renewing, self._beating, self._sweeping, self._steering)
+            leasing, *background = [group.create_task(loop()) for loop in loops]
             try:
                 await self._resources.stopping.wait()
             finally:
@@ -137,6 +139,17 @@ class Worker:
             held = self._held.get(lease.rollout_id)
             if held is not None and held.lease.fence == lease.fence:
                 del self._held[lease.rollout_id]
+
+    async def _steering(self) -> None:
+        """Decide on the caps of adaptive jobs, each where nobody did lately."""
+        steering = Steering(self._store, self._jobs, every_s=self._settings.steer_s)
+        while True:
+            await asyncio.sleep(self._settings.steer_s)
+            for context in self._resources.contexts.open():
+                try:
+                    await steering.steer(context.record, context.pool.loads)
+                except (UnavailableError, NotFoundError) as error:
+                    logger.warning("the rollouts in flight of %s stay as they are: %s", context.record.job_id, error)
 
     # --------------------------------------------------------------------------------------------------------------- renewing
 

@@ -13,9 +13,18 @@ for _, rid in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 1000
   requeue_rollout(rid, r, now)
 end
 
+-- The cap on rollouts in flight: that of the spec, or what was decided below it (steer.lua) where the job is adaptive.
+local function in_flight_cap()
+  local f = call('HMGET', JOB, 'start_in_flight', 'in_flight_cap')
+  local start = tonumber(f[1])
+  return start and math.min(job.max_in_flight, tonumber(f[2]) or start) or job.max_in_flight
+end
+
 -- nil: another group may go; else what holds it back.
+local cap
 local function held_back()
-  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.members > job.max_in_flight then return 'capped' end
+  cap = cap or in_flight_cap()
+  if call('ZCARD', PENDING) + call('ZCARD', LEASES) + job.members > cap then return 'capped' end
   local out = job.capacity and call('SCARD', CHARGED) or counted('running') + call('ZCARD', READY)
   if out >= (job.capacity or job.queue_groups) then return 'gated' end
 end

@@ -54,6 +54,9 @@ class CountsAnswer(BaseModel):
     pending_rollouts: int
     leased_rollouts: int
     in_flight_rollouts: int
+    in_flight_cap: int = Field(
+        description="of rollouts in flight, as it is now: max_in_flight_rollouts, or below it with concurrency adaptive"
+    )
     left_out_rollouts: int = Field(description="members that failed and were left out of a group")
     surplus_rollouts: int = Field(description="members that were stopped since their group had enough without them (extra_members)")
     tokens_generated: int = Field(description="sampled and journaled: delivered, discarded or standing")

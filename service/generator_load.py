@@ -1,0 +1,47 @@
+"""How busy generators are, as they say themselves or, where they say nothing, as we know."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from service.concurrency import Load
+from service.errors import GeneratorError
+from service.generator_member import Member
+from service.weight_records import Standing
+
+
+async def loads_of(members: Iterable[Member], *, held: int) -> list[Load | None]:
+    """One a generator; None: it is unwell, or gets no new work. held: calls of this process that wait for a place at one of them.
+
+    Other processes hold calls in the same measure, as far as we can know.
+    """
+    members = list(members)
+    found = await asyncio.gather(*(_load_of(member) for member in members))
+    here = sum(len(member.running) for member in members)
+    per_running = held / max(1, here)
+    return [load and replace(load, waiting=load.waiting + round(load.running * per_running)) for load in found]
+
+
+async def _load_of(member: Member) -> Load | None:
+    if member.open or member.weights.standing is not Standing.SERVING:
+        return None
+    try:
+        return told(await member.client.loads())
+    except GeneratorError:  # a router, or older than 0.5.9: what this process has there must do
+        return Load(running=len(member.running), waiting=0, usage=0.0)
+
+
+def told(ranks: Sequence[Any]) -> Load:
+    """What the ranks of `/v1/loads` come to; what is not said is 0."""
+    entries = [rank for rank in ranks if isinstance(rank, dict)]
+    return Load(
+        running=int(sum(_number(entry, "num_running_reqs") for entry in entries)),
+        waiting=int(sum(_number(entry, "num_waiting_reqs") for entry in entries)),
+        usage=min(1.0, max((_number(entry, "token_usage") for entry in entries), default=0.0)),
+    )
+
+
+def _number(entry: dict[str, Any], name: str) -> float:
+    value = entry.get(name)
+    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.live import Live
 
 from service.demo.checks import Truth, check_ends, check_group
-from service.demo.client import Gateway, GatewayError, open_gateway
 from service.demo.options import DemoOptions
 from service.demo.processes import Child, ChildError, free_port, output_of, rollway_argv, running
 from service.demo.report import Findings, build_report
@@ -28,6 +27,7 @@ from service.demo.trainer import Progress, StalledError, train
 from service.demo.workload import BUDGET, Workload, workload
 from service.settings import Settings
 from service.tokenizers import make_qwen3
+from service.trainer.gateway import Gateway, GatewayError, open_gateway
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,8 @@ async def _run(options: DemoOptions, work: Workload, place: Place, tokenizer: Pa
         served = await parts.enter_async_context(running("gateway", argv, env=place.env, log=place.log("gateway")))
         await served.ready(f"http://127.0.0.1:{port}/readyz", timeout_s=START_S, key=place.key)
         gateway = await parts.enter_async_context(open_gateway(f"http://127.0.0.1:{port}", place.key))
-        job_id = await gateway.create_job(work.on(generator_url).job)
+        job, _ = await gateway.create_job(work.on(generator_url).job)
+        job_id = job["job_id"]
         submitted = await gateway.submit(job_id, work.tasks)
         async with _shown(gateway, job_id, progress, served, console):
             await train(gateway, job_id, groups_per_step=work.groups_per_step, generator_url=generator_url, progress=progress)

@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx
 
-from service.demo.client import Drained, Gateway
+from service.trainer.gateway import Drained, Gateway
 
 logger = logging.getLogger(__name__)
 
 TRAIN_S = 0.3
 """What a step takes here."""
+LEASE_S = 300.0
 STALL_S = 240.0
 """A demo that gets nothing for so long will get nothing any more, and must end by itself."""
 
@@ -57,7 +58,7 @@ async def train(gateway: Gateway, job_id: str, *, groups_per_step: int, generato
         for allow_fewer in (False, True):  # what is left when no full batch can come any more is taken as it is
             try:
                 while True:
-                    batch = await gateway.lease(job_id, groups_per_step, allow_fewer=allow_fewer)
+                    batch = await gateway.lease(job_id, groups_per_step, lease_s=LEASE_S, allow_fewer=allow_fewer)
                     if batch is not None:
                         await _step(gateway, generator, job_id, batch, progress)
                         progress.seconds = time.monotonic() - started

@@ -18,6 +18,7 @@ import orjson
 
 logger = logging.getLogger(__name__)
 
+PAGE = 200
 WAIT_S = 20.0
 """How long the gateway holds a call open while there is nothing to tell."""
 RETRY_S = 300.0
@@ -61,6 +62,17 @@ class Gateway:
         """Enqueue `tasks`, when there is room for them; the ids of their groups."""
         answer = await self._call("POST", f"/v1/jobs/{job_id}/tasks", {"tasks": list(tasks)})
         return [group["group_id"] for group in orjson.loads(answer.content)["groups"]]
+
+    async def groups(self, job_id: str) -> list[dict[str, Any]]:
+        """Every group of the job, page by page."""
+        found: list[dict[str, Any]] = []
+        after = ""
+        while True:
+            page = await self._get(f"/v1/jobs/{job_id}/groups?limit={PAGE}{after}")
+            found += page["groups"]
+            if page["next"] is None:
+                return found
+            after = f"&after={page['next']}"
 
     async def lease(
         self, job_id: str, groups: int, *, lease_s: float, allow_fewer: bool = False, trains_version: int | None = None

@@ -21,13 +21,16 @@ HAND_BACK_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A leased batch. policy_version: the job's at the lease. trains_version: that which the step begins from. lost: no longer ours."""
+    """A leased batch. policy_version: the job's at the lease. trains_version: that which the step begins from. lost: no longer ours.
+    publishing: it is being acked, so that a renewal may find it gone.
+    """
 
     batch_id: str
     policy_version: int
     trains_version: int
     groups: list[Mapping[str, Any]]
     lost: bool = False
+    publishing: bool = False
 
     @property
     def staleness(self) -> list[int]:
@@ -153,6 +156,8 @@ class Leaser:
                 except GatewayError as error:
                     if error.status not in GONE:
                         raise
+                    if batch.publishing:
+                        continue
                     batch.lost = True
                     self._held.discard(batch)
                     logger.warning("batch %s is no longer ours: %s", batch.batch_id, error)

@@ -100,6 +100,7 @@ class Trainer:
 
     async def _published(self, batch: Held, weights: Weights) -> bool:
         """Ack the batch, with the next version where it is due. False: the batch is no longer ours, as if the step had not been."""
+        batch.publishing = True
         due = self._unpublished + 1 == self._job["spec"]["steps_per_version"]
         try:
             if due:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from service.standin import create_standin, drawn_lengths
@@ -22,10 +23,10 @@ from service.trainer.gateway import GatewayError, open_gateway
 from service.trainer.loop import Progress, Trainer
 from service.trainer.options import Pace, TrainerError, TrainerOptions
 from tests.gateway_play import DEAD_GENERATOR, job_body, play, task_body
-from tests.gateway_stack import KEYS, RunningGateway
+from tests.gateway_stack import KEYS, RunningGateway, running_gateway
 from tests.standin_stack import standin
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
 POLL_S = 0.01
 
@@ -45,7 +46,7 @@ class Played:
         given = TrainerOptions(url=self.url, key=KEYS["red"], job=self.job_id, pace=pace, **options)
         async with open_gateway(self.url, KEYS["red"]) as gateway:
             trainer = Trainer(gateway, await gateway.job(self.job_id), given, progress or Progress())
-            async with asyncio.timeout(50):
+            async with asyncio.timeout(120):
                 await trainer.run()
             return await trainer.summary()
 
@@ -61,8 +62,8 @@ async def generator_url(tmp_path: Path) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def played(gateway: RunningGateway, generator_url: str, **job: Any) -> AsyncIterator[Played]:
-    async with gateway.client() as client:
-        answer = await client.post("/v1/jobs", json=job_body(generators=[generator_url], groups_per_step=2, **job))
+    async with gateway.client() as client:  # the first job loads the tokenizer: seconds, more on a busy machine
+        answer = await client.post("/v1/jobs", json=job_body(generators=[generator_url], groups_per_step=2, **job), timeout=120)
         assert answer.status_code == 201, answer.text
         job_id: str = answer.json()["job_id"]
 
@@ -152,43 +153,69 @@ async def test_a_batch_that_is_lost_is_not_trained_on(gateway: RunningGateway, g
         assert (await job.counts()).acked == 6
 
 
+@dataclass(slots=True)
+class Way:
+    """A way to a gateway. every: of so many calls one arrives, and its answer does not; 0: none."""
+
+    to: str
+    every: int = 0
+    url: str = ""
+    calls: int = 0
+
+    async def forward(self, session: ClientSession, request: web.Request) -> web.StreamResponse:
+        self.calls += 1
+        lost = self.every and self.calls % self.every == 0
+        where = f"{self.to}{request.path_qs}"
+        try:
+            async with session.request(request.method, where, data=await request.read(), headers=request.headers) as answer:
+                body = await answer.read()
+        except ClientError as error:
+            raise web.HTTPBadGateway from error
+        if lost and request.transport is not None:
+            request.transport.abort()
+        kept = {name: value for name, value in answer.headers.items() if name.lower() not in ("content-length", "transfer-encoding")}
+        return web.Response(body=body, status=answer.status, headers=kept)
+
+
 @asynccontextmanager
-async def losing_answers(url: str, *, every: int) -> AsyncIterator[str]:
-    """A way to `url` on which each nth call arrives, and its answer does not."""
-    calls = 0
-
-    async def forward(request: web.Request) -> web.StreamResponse:
-        nonlocal calls
-        calls += 1
-        lost = calls % every == 0
-        async with session.request(request.method, f"{url}{request.path_qs}", data=await request.read(), headers=request.headers) as answer:
-            body = await answer.read()
-            if lost and request.transport is not None:
-                request.transport.abort()
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in ("content-length", "transfer-encoding")}
-            return web.Response(body=body, status=answer.status, headers=kept)
-
+async def way_to(url: str, *, every: int = 0) -> AsyncIterator[Way]:
+    way = Way(url, every)
     async with ClientSession(auto_decompress=False) as session:
         app = web.Application(client_max_size=2**24)
-        app.router.add_route("*", "/{path:.*}", forward)
+        app.router.add_route("*", "/{path:.*}", partial(way.forward, session))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            assert runner.addresses
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            way.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield way
         finally:
             await runner.cleanup()
 
 
 async def test_answers_that_get_lost_cost_time_and_nothing_else(gateway: RunningGateway, generator_url: str) -> None:
-    async with played(gateway, generator_url) as job, losing_answers(gateway.url, every=3) as url:
-        job.url = url
+    async with played(gateway, generator_url) as job, way_to(gateway.url, every=3) as way:
+        job.url = way.url
         summary = await job.train(steps=8)
         counts = await job.counts()
         assert (summary.version, summary.lost_batches) == (8, 0)
         assert (counts.acked, counts.leased, counts.requeued) == (16, 0, 0)
+
+
+async def test_a_gateway_that_is_replaced_costs_time_and_nothing_else(gateway: RunningGateway, generator_url: str) -> None:
+    async with played(gateway, generator_url) as job, way_to(gateway.url) as way:
+        async with running_gateway(gateway.settings) as first:
+            way.to = first.url
+            job.url = way.url
+            training = asyncio.create_task(job.train(steps=8, step_s=0.1))
+            while (await job.counts()).acked < 4:
+                await asyncio.sleep(POLL_S)
+        calls = way.calls
+        while way.calls < calls + 3:  # some find nobody
+            await asyncio.sleep(POLL_S)
+        way.to = gateway.url
+        assert (await training).version == 8
+        assert (await job.counts()).acked == 16
 
 
 async def test_a_generator_that_cannot_be_labelled_ends_it(gateway: RunningGateway) -> None:

@@ -298,7 +298,7 @@ async def deliver(
         paced = {"mean_tokens": 24, "sigma": 1.0, "tokens_per_s": 24 / rollout_s, "seed": 1}
         generator_url = await parts.enter_async_context(generator(model, **paced))
         gateway = await parts.enter_async_context(open_gateway(url, KEYS["alpha"]))
-        fields = {"group_size": 2, "groups_per_step": step, "staleness_budget": budget, "max_in_flight_rollouts": 64, "max_requeues": 5}
+        fields = {"group_size": 2, "groups_per_step": step, "staleness_budget": budget, "max_in_flight_rollouts": 256, "max_requeues": 5}
         job, _ = await gateway.create_job(job_spec("requeue", tokenizer, generator_url, stale_policy="requeue", **fields))
         http = await parts.enter_async_context(httpx.AsyncClient(timeout=60))
         feeding = asyncio.create_task(Feed(gateway, job["job_id"], endless(), groups=200).run())
@@ -343,7 +343,7 @@ async def bench(arguments: argparse.Namespace, console: Console) -> int:
             cases = [case for case in CASES if arguments.cases in case.name]
             place = Place(url=url, tokenizer=tokenizer, model=model, time_scale=arguments.time_scale, minutes=arguments.minutes)
             rows = await compare(cases, place, console) if cases else []
-            delivered = await deliver(url, tokenizer, model, groups=arguments.requeue) if arguments.requeue else None
+            delivered = await deliver(url, tokenizer, model, groups=arguments.requeue, step=32) if arguments.requeue else None
     if rows:
         console.print(table(rows))
     if delivered:
@@ -367,7 +367,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only those whose name holds this text; 'none' for none")
     parser.add_argument("--requeue", type=int, default=0, metavar="GROUPS", help="then deliver so many groups under requeue")
     parser.add_argument("--json", metavar="FILE")
-    return asyncio.run(bench(parser.parse_args(), Console()))
+    return asyncio.run(bench(parser.parse_args(), Console(width=140)))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ CALLS = {
     "/v1/batches/{batch_id}/ack": "post",
     "/v1/batches/{batch_id}/extend": "post",
     "/v1/batches/{batch_id}/release": "post",
+    "/v1/jobs/{job_id}/weight_updates": "post",
+    "/v1/weight_updates/{update_id}": "get",
+    "/v1/weight_updates/{update_id}/finish": "post",
+    "/v1/weight_updates/{update_id}/abandon": "post",
 }
 
 
@@ -112,6 +116,7 @@ async def test_no_body_makes_a_5xx_or_an_unnamed_status(
 ) -> None:
     job_id = (await client.post("/v1/jobs", json=job_body())).json()["job_id"]
     ids = {"job_id": job_id, "group_id": f"{job_id}-g1", "rollout_id": f"{job_id}-g1-r0", "batch_id": f"{job_id}-b1"}
+    ids["update_id"] = f"{job_id}-u1"
     takers = [(path, method, operation) for path, method, operation in operations(document) if "requestBody" in operation]
     examples: list[Any] = []
 

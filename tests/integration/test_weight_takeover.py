@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.crash_points import VARIABLE
 from tests.integration.test_gateway_process import environment, serving
 from tests.standin_stack import tiny_model
 from tests.store_stack import store_at
@@ -21,12 +22,14 @@ TAKEN_S = 60
 
 
 @asynccontextmanager
-async def doomed(redis_url: str, folder: Path, **job: str) -> AsyncIterator[tuple[Scene, asyncio.subprocess.Process, dict[str, str]]]:
+async def doomed(
+    redis_url: str, folder: Path, *, point: str = "", **job: str
+) -> AsyncIterator[tuple[Scene, asyncio.subprocess.Process, dict[str, str]]]:
     """A scene under a gateway that is a process of its own."""
     tiny_model(folder / "tiny")
     env = environment(redis_url=redis_url, data_dir=str(folder), tokenizer_roots=str(folder))
     async with AsyncExitStack() as stack:
-        process, url = await stack.enter_async_context(serving(env=env))
+        process, url = await stack.enter_async_context(serving(env=env | ({VARIABLE: point} if point else {})))
         api = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
         store = await stack.enter_async_context(store_at(redis_url))
         yield await stack.enter_async_context(scene_at(api, store, folder, 2, **job)), process, env
@@ -69,4 +72,23 @@ async def test_two_gateways_one_of_them_killed(empty_redis_url: str, tmp_path: P
             await on.trainer.say(update_id, "finish")
             process.send_signal(signal.SIGKILL)
             await on.trainer.until(update_id, "done", wait_s=TAKEN_S)
+        on.check(turns)
+
+
+@pytest.mark.parametrize("point", ["before weights_write", "after weights_write"])
+async def test_a_gateway_that_dies_as_it_begins_one(empty_redis_url: str, tmp_path: Path, point: str) -> None:
+    """Its client got no answer: either nothing has happened, or the update runs to its end."""
+    async with doomed(empty_redis_url, tmp_path, point=point) as (on, process, env):
+        async with asyncio.TaskGroup() as group:
+            turns = await on.turns(group)
+            with pytest.raises(httpx.TransportError):
+                await on.trainer.begin(1, from_disk="w")
+            await process.wait()
+            async with serving(env=env) as (_, url), httpx.AsyncClient(base_url=url, timeout=30) as api:
+                on.trainer.api = api
+                stored = f"{on.trainer.job_id}-u1"
+                update_id = stored if point.startswith("after") else await on.trainer.begun(1, from_disk="w")
+                assert update_id == stored
+                await on.trainer.until(update_id, "done", wait_s=TAKEN_S)
+        assert [await engine_says(url) for url in on.urls] == ["0.1", "0.1"]
         on.check(turns)

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 Reply = dict[str, Any]
 
 MOODS: dict[str, Callable[[Reply], web.Response]] = {
+    "409": lambda _: web.json_response({"error": "weights are moving"}, status=409, headers={"Retry-After": "0"}),
     "429": lambda _: web.json_response({"error": "slow down"}, status=429, headers={"Retry-After": "0"}),
     "503": lambda _: web.json_response({"object": "error", "message": "The request queue is full.", "code": 503}, status=503),
     "500": lambda _: web.Response(text="Internal Server Error", status=500),
@@ -22,6 +23,7 @@ MOODS: dict[str, Callable[[Reply], web.Response]] = {
     "garbage": lambda _: web.Response(body=b"<html>hello</html>"),
     "nan": lambda reply: web.Response(body=str(reply).replace("'", '"').replace("-0.5", "NaN").replace("None", "null").encode()),
     "null": lambda reply: web.json_response(reply | {"meta_info": reply["meta_info"] | {"output_token_logprobs": [[None, 7, None]] * 2}}),
+    "no spans": lambda reply: web.json_response(reply | {"meta_info": reply["meta_info"] | {"weight_versions": None}}),
     "short": lambda reply: web.json_response(reply | {"output_ids": [7]}),
     "huge": lambda _: web.Response(body=b" " * 8_000_000),
 }

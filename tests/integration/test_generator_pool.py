@@ -1,6 +1,7 @@
 """The pool against generators that misbehave: real HTTP, no tokens of meaning."""
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,6 +13,7 @@ from service.errors import GeneratorError, MisalignedTokensError
 from service.generator_pool import FAILURES_TO_OPEN, GeneratorPool
 from service.records import FinishReason, GeneratorSpec, Sampling
 from service.trajectories import Generation, VersionSpan
+from service.weight_records import GeneratorWeights, JobWeights, Standing
 from tests.hostile_generator import HostileGenerator, serving
 
 
@@ -53,7 +55,7 @@ async def test_what_is_sent_and_what_comes_back() -> None:
     assert generation.seconds > 0
 
 
-@pytest.mark.parametrize("mood", ["429", "503", "500", "duplicate", "garbage", "nan", "null", "short", "huge", "close"])
+@pytest.mark.parametrize("mood", ["409", "429", "503", "500", "duplicate", "garbage", "nan", "null", "short", "huge", "close"])
 async def test_the_same_ids_are_sent_again_under_a_new_id(mood: str) -> None:
     generator = HostileGenerator(mood)
     async with pool_over(generator) as pool:
@@ -240,3 +242,69 @@ async def test_generators_change_while_calls_run() -> None:
         assert (await waiting).generator == new_url
         assert (await running).generator != new_url
         assert [entry["url"] for entry in pool.status()] == [new_url]
+
+
+async def begun(pool: GeneratorPool, *generators: HostileGenerator) -> "tuple[asyncio.Task[Generation], HostileGenerator, str]":
+    """A call that hangs, on which generator, and its URL."""
+    task = asyncio.create_task(generate(pool))
+    while not (home := next((generator for generator in generators if generator.hanging), None)):
+        await asyncio.sleep(0.01)
+    for generator in generators:
+        generator.moods.clear()
+    return task, home, next(status["url"] for status in pool.status() if status["running"])
+
+
+def weights(url: str, standing: Standing, **fields: Any) -> JobWeights:
+    return JobWeights(generators={url: GeneratorWeights(standing=standing, label="0.6", **fields)}, current="0.7")
+
+
+async def test_a_call_on_a_quarantined_generator_comes_back_with_what_it_sampled() -> None:
+    generators = HostileGenerator("hang"), HostileGenerator("hang")
+    async with pool_over(*generators) as pool:
+        task, home, url = await begun(pool, *generators)
+        pool.take(weights(url, Standing.QUARANTINED))
+        generation = await task
+        assert (generation.finish, generation.token_ids, generation.generator) == (FinishReason.ABORT, [7, 3], url)
+        assert home.aborts == [home.calls[0]["rid"]]
+        assert all([(await generate(pool)).generator != url for _ in range(5)])
+        pool.take(weights(url, Standing.SERVING))
+        assert {(await generate(pool, rollout_id=f"r{number}")).generator for number in range(20)} >= {url}
+
+
+async def test_a_call_on_weights_that_nobody_vouches_for_is_made_again_elsewhere() -> None:
+    generators = HostileGenerator("hang"), HostileGenerator("hang")
+    async with pool_over(*generators) as pool:
+        task, home, url = await begun(pool, *generators)
+        pool.take(weights(url, Standing.QUARANTINED, moved=True))
+        generation = await task
+        other = next(generator for generator in generators if generator is not home)
+        assert generation.generator != url
+        assert generation.finish is FinishReason.STOP
+        assert other.calls[0]["input_ids"] == home.calls[0]["input_ids"]
+        assert home.calls[0]["rid"] in home.aborts
+        assert all(status["well"] for status in pool.status())
+
+
+async def test_a_held_generator_gets_nothing_new_and_keeps_what_it_has() -> None:
+    generator = HostileGenerator("hang")
+    async with pool_over(generator) as pool:
+        task, _, url = await begun(pool, generator)
+        pool.take(weights(url, Standing.HELD, paused=True, paused_at=time.time()))
+        late = asyncio.create_task(generate(pool))
+        await asyncio.sleep(0.2)
+        assert len(generator.calls) == 1
+        assert not generator.aborts
+        pool.take(weights(url, Standing.SERVING, paused_s=3600.0))
+        assert (await late).token_ids == [7, 3]
+        generator.abort_all()
+        assert (await task).seconds == 0.0  # what it stood still is not the call's
+
+
+async def test_an_engine_without_spans_gets_the_oldest_version_it_can_have_had() -> None:
+    """Its own, where the job is ahead of it."""
+    generator = HostileGenerator("no spans")
+    async with pool_over(generator) as pool:
+        url = pool.status()[0]["url"]
+        pool.take(JobWeights(generators={url: GeneratorWeights(label="0.4")}, current="0.6"))
+        generation = await generate(pool, version=6)
+    assert [(span.version, span.start, span.end) for span in generation.spans] == [(4, 0, 2)]

@@ -168,6 +168,12 @@ def names_version(label: str | None) -> bool:
     return match is not None and int(match[2]) <= MAX_VERSION
 
 
+def not_older(label: str | None, than: str) -> bool:
+    """Whether a label names a version that is at least the one that `than` names. One without a lineage is taken for one of the same."""
+    lineage, version = read_label(than, version=0, lineage=0)
+    return names_version(label) and read_label(label, version=0, lineage=lineage) >= (lineage, version)
+
+
 def _check_labels(labels: Sequence[str | None]) -> None:
     for label in labels:
         if not names_version(label):

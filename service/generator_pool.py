@@ -26,7 +26,7 @@ import numpy as np
 
 from service.concurrency import Load
 from service.errors import GeneratorError, MisalignedTokensError
-from service.generation_reply import Asked, checked, names_version, read_label
+from service.generation_reply import Asked, checked, names_version, not_older, read_label
 from service.generator_load import loads_of
 from service.generator_member import FAILURES_TO_OPEN, Member, PulledError, pause_s
 from service.generators import BusyGeneratorError, GeneratorClient, TimedOutGeneratorError, new_rid, open_session, sampling_params
@@ -314,9 +314,9 @@ class GeneratorPool:
             member.last_error = str(error)
             return False
         expected = member.weights.label
-        if label == expected if expected is not None else names_version(label):
+        if not_older(label, expected) if expected is not None else names_version(label):
             return True
-        member.last_error = f"its weight_version is {label!r}, not {expected or 'a version'}: it waits for a weight update"
+        member.last_error = f"its weight_version is {label!r}, not {expected or 'a version'} or newer: it waits for a weight update"
         return False
 
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from service.errors import ConflictError
+from service.generation_reply import not_older
 from service.weight_records import GeneratorWeights, JobWeights, Part, Said, Standing, UpdateState, Wanted, WeightUpdate
 
 BUSY_S = 1.0
@@ -231,14 +232,15 @@ def _failed(weights: JobWeights, reason: str, *, moved: bool, now: float) -> Job
 def may_serve(weights: JobWeights, url: str, found: str | None) -> bool:
     """Whether a generator out of service whose label is now `found` may serve again.
 
-    The label must be the job's current one; before any update was done, the one that the generator had. Where weights may have moved, its
-    old label proves nothing: only a new one does.
+    The label must be the job's current one, or the one that the generator had, if it had missed nothing by then (a trainer may label its
+    generators itself, between updates). Where weights may have moved, its old label proves nothing: only another one does.
     """
-    generator = weights.generators[url]
-    wanted = weights.current if weights.current is not None else generator.label
+    generator, current = weights.generators[url], weights.current
     if generator.moved:
-        return wanted is not None and found == wanted and found != generator.label
-    return found is not None and (wanted is None or found == wanted)
+        return current is not None and found == current and found != generator.label
+    if found is None or generator.label is None:
+        return found is not None and current in (None, found)
+    return found == current or (found == generator.label and (current is None or not_older(found, current)))
 
 
 def readmitted(weights: JobWeights, url: str, found: str | None, *, now: float) -> JobWeights:

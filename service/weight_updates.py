@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import aiohttp
@@ -174,7 +175,10 @@ class WeightUpdates:
             if job_id not in self._driven and await self._weights.drive(job_id, self._me, ttl_s=self._driver_s):
                 task = asyncio.create_task(self._drive(job_id), name=f"weights of {job_id}")
                 self._driven[job_id] = task
-                task.add_done_callback(lambda _, job_id=job_id: self._driven.pop(job_id, None))
+                task.add_done_callback(partial(self._left, job_id))
+
+    def _left(self, job_id: str, _: asyncio.Task[None]) -> None:
+        self._driven.pop(job_id, None)
 
     async def _drive(self, job_id: str) -> None:
         """Take the job's update as far as it goes. Whoever lost the right to it stops at once; the next one repeats what it had begun."""
@@ -240,7 +244,8 @@ class WeightUpdates:
                 await self._change(job_id, lambda now: all_asked(now.weights, update.update_id, now=time.time()))
             case UpdateState.PAUSED:
                 await self._watch(WATCH_S)
-                await self._change(job_id, lambda now: expire(now.weights, now=time.time()))
+                if time.time() >= update.deadline:
+                    await self._change(job_id, lambda now: expire(now.weights, now=time.time()))
             case UpdateState.LOADING:
                 open_parts = [url for url, part in update.parts.items() if not part.state.over]
                 await self._each(open_parts, lambda url: self._bring(known, update, url))
@@ -248,14 +253,12 @@ class WeightUpdates:
         return True
 
     async def _pause(self, known: Known, update: WeightUpdate, url: str) -> None:
-        async def stand_still(control: GeneratorControl) -> None:
-            if update.mode == "drain":
-                await control.idle()
-            await _tried(lambda: control.pause(update.pause_mode, timeout_s=PAUSE_S))
-
         try:
             async with asyncio.timeout(max(CONTROL_S, update.deadline - time.time())):
-                await stand_still(self._control(known, url))
+                control = self._control(known, url)
+                if update.mode == "drain":
+                    await control.idle()
+                await _tried(lambda: control.pause(update.pause_mode, timeout_s=PAUSE_S))
         except (GeneratorError, TimeoutError) as error:
             await self._missed(known, update, url, error)
         else:

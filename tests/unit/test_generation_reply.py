@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.errors import GeneratorError
-from service.generation_reply import Asked, checked, decode, error_message, failure, read_label
+from service.generation_reply import Asked, checked, decode, error_message, failure, not_older, read_label
 from service.records import FinishReason
 from service.trajectories import Generation, VersionSpan
 
@@ -183,3 +183,21 @@ def test_a_wrong_key_and_a_redirect_name_the_cure() -> None:
     assert "api_key" in str(failure(401, b'{"error": "Unauthorized"}'))
     assert "final URL" in str(failure(303, b""))
     assert not failure(303, b"").retryable
+
+
+@pytest.mark.parametrize(
+    ("label", "than", "expected"),
+    [
+        pytest.param("0.7", "0.7", True, id="the-same"),
+        pytest.param("0.8", "0.7", True, id="newer"),
+        pytest.param("9", "2.7", True, id="without-a-lineage"),
+        pytest.param("0.6", "0.7", False, id="older"),
+        pytest.param("0.9", "1.2", False, id="of-a-dead-lineage"),
+        pytest.param("1.0", "0.7", True, id="of-a-newer-lineage"),
+        pytest.param("default", "0.0", False, id="no-version"),
+        pytest.param(None, "0.0", False, id="no-label"),
+        pytest.param("3", "default", True, id="than-nothing-known"),
+    ],
+)
+def test_which_labels_are_not_older(label: str | None, than: str, expected: bool) -> None:
+    assert not_older(label, than) is expected

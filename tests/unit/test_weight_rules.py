@@ -138,6 +138,16 @@ def test_a_trainer_that_died_leaves_quarantine_until_it_speaks_or_weights_come()
         abandon(reloaded, update_id, "untouched", now=12.0)
 
 
+def test_a_label_that_the_trainer_gave_meanwhile_is_as_good() -> None:
+    weights = done(with_all_paused(begun(from_disk="/w")))
+    labels: dict[str, str | None] = {A: "5", B: "0.0"}
+    weights = begin(weights, wanted(2), job_id=JOB, policy=(0, 1), labels=labels, now=3.0)
+    weights = abandon(weights, running(weights).update_id, "untouched", now=4.0)
+    assert may_serve(weights, A, "5")
+    assert not may_serve(weights, B, "0.0")
+    assert may_serve(weights, B, "0.1")
+
+
 def test_untouched_clears_no_older_doubt() -> None:
     weights = expire(with_all_paused(begun()), now=99.0)
     weights = begun(weights)

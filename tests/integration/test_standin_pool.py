@@ -70,7 +70,7 @@ async def test_case_059_a_turn_cut_by_an_update_goes_on_from_its_own_ids(tmp_pat
         await asyncio.sleep(0.15)
         assert await call(url, "/pause_generation", mode="abort") == 200
         first = await task
-        assert await call(url, "/update_weights_from_disk", model_path="/models/next", weight_version="1") == 200
+        assert await call(url, "/update_weights_from_disk", model_path="models/next", weight_version="1") == 200
         assert await call(url, "/continue_generation") == 200
         second = await asker.ask(after=first.token_ids)
     assert first.finish is FinishReason.ABORT
@@ -99,7 +99,7 @@ async def test_weights_loaded_without_a_pause_wait_for_what_runs(tmp_path: Path)
         asker = Asker(tmp_path, pool, max_new_tokens=80)
         before = asyncio.create_task(asker.ask())
         await asyncio.sleep(0.05)
-        loading = asyncio.create_task(call(url, "/update_weights_from_disk", model_path="/models/next", weight_version="1"))
+        loading = asyncio.create_task(call(url, "/update_weights_from_disk", model_path="models/next", weight_version="1"))
         await asyncio.sleep(0.05)
         after = asyncio.create_task(asker.ask())
         assert await loading == 200
@@ -113,7 +113,7 @@ async def test_weights_loaded_in_place_with_a_flush_are_changed_all_the_same(tmp
         task = asyncio.create_task(Asker(tmp_path, pool, max_new_tokens=80).ask())
         await asyncio.sleep(0.05)
         assert await call(url, "/pause_generation", mode="in_place") == 200
-        assert await call(url, "/update_weights_from_disk", model_path="/models/next", weight_version="1") == 400
+        assert await call(url, "/update_weights_from_disk", model_path="models/next", weight_version="1") == 400
         assert await call(url, "/continue_generation") == 200
         assert [span.version for span in (await task).spans] == [0, 1]
 

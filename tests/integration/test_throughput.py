@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +15,12 @@ from service.batches import NothingReady
 from service.keys import JobKeys
 from service.rates import Rates
 from service.throughput import MAX_WINDOW_S, SLOT_S, Figures, Limit
-from tests.gateway_play import job_body
-from tests.gateway_stack import OPERATOR_KEY, RunningGateway
+from service.trainer.gateway import open_gateway
+from service.trainer.loop import Progress, Trainer
+from service.trainer.options import Pace, TrainerOptions
+from tests.gateway_play import finish, job_body, task_body, turns
+from tests.gateway_stack import KEYS, OPERATOR_KEY, RunningGateway
+from tests.standin_stack import standin
 from tests.store_stack import Stack, store_at
 
 pytestmark = pytest.mark.redis
@@ -281,7 +286,7 @@ async def test_staleness_of_any_size_takes_few_fields(stack: Stack) -> None:
 
 # ------------------------------------------------------------------------------------------------------------------------ HTTP
 
-KEYS = {
+NAMES = {
     *"window_s generated_samples_per_s accepted_samples_per_s consumed_samples_per_s consumption_samples_per_s rho".split(),
     *"wait_fraction in_flight_rollouts queue_groups capacity_groups staleness time_s acceptance zero_variance_share".split(),
     *"tail_multiplier mean_latency_s bottleneck limited_by gated_share capped_share".split(),
@@ -292,7 +297,7 @@ async def test_over_http_and_for_prometheus(gateway: RunningGateway, client: htt
     job_id = (await client.post("/v1/jobs", json=job_body(name="run"))).json()["job_id"]
     path = f"/v1/jobs/{job_id}/throughput"
     idle = (await client.get(path)).json()
-    assert set(idle) == KEYS
+    assert set(idle) == NAMES
     assert set(idle["staleness"]) == {"mean", "p50", "p95", "max", "pre_queue_mean", "in_queue_mean"}
     assert set(idle["time_s"]) == {"queue", "sandbox", "generate", "tool", "verify"}
     assert idle["limited_by"] == Limit.UNKNOWN
@@ -317,6 +322,36 @@ async def test_over_http_and_for_prometheus(gateway: RunningGateway, client: htt
     ):
         assert line in text.splitlines()
     assert "rollway_job_consumption_samples_per_s{" not in text  # not measured: no sample
+
+
+@pytest.mark.timeout(120)
+async def test_the_service_and_its_trainer_measure_the_same_wait(
+    gateway: RunningGateway, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """A trainer of 0.4 s a step that gets one rollout each 0.1 s, 8 of which make a batch: it waits about half of its time."""
+    async with standin(tmp_path) as generator:
+        job = (await client.post("/v1/jobs", json=job_body(generators=[generator], staleness_budget=9))).json()
+        job_id = job["job_id"]
+
+        await client.post(f"/v1/jobs/{job_id}/tasks", json={"tasks": [task_body(number) for number in range(60)]})
+
+        async def make() -> None:
+            while True:
+                for lease in await gateway.leases.take(job_id, "w", n=1):
+                    await finish(gateway.leases, lease, turns(1))
+                await asyncio.sleep(0.1)
+
+        async with open_gateway(gateway.url, KEYS["red"]) as service, asyncio.timeout(60), asyncio.TaskGroup() as group:
+            making = group.create_task(make())
+            options = TrainerOptions(url=gateway.url, key=KEYS["red"], job=job_id, pace=Pace(step_s=0.4, time_scale=1.0), steps=6)
+            trainer = Trainer(service, await service.job(job_id), options, Progress())
+            await trainer.run()
+            theirs = await trainer.summary()
+            ours = (await client.get(f"/v1/jobs/{job_id}/throughput")).json()
+            making.cancel()
+    assert 0.1 < theirs.wait_fraction < 0.99
+    assert ours["wait_fraction"] == pytest.approx(theirs.wait_fraction, abs=0.15)
+    assert ours["consumed_samples_per_s"] == pytest.approx(theirs.samples_per_s, rel=0.25)
 
 
 @pytest.mark.parametrize("window_s", ["0", "4.9", "3601", "-1", "nan", "soon"])

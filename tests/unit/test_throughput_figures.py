@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.throughput import AWAY_S, ENOUGH_WAIT, Figures, Limit, Now, RolloutTime, Staleness, bottleneck, figures
+from service.store import LUA
+from service.throughput import AWAY_S, ENOUGH_WAIT, MAX_WINDOW_S, SLOT_S, Figures, Limit, Now, RolloutTime, Staleness, bottleneck, figures
 
 IDLE = Now(in_flight_rollouts=0, queue_groups=0, capacity_groups=8, backlog_groups=100, staleness_budget=1, in_flight_cap=256)
 
@@ -35,6 +36,13 @@ def rates(*, accepted: float, consumption: float, wait: float | None = None, **k
         }
         | known,
     )
+
+
+def test_the_store_and_the_reader_mean_the_same_slots() -> None:
+    text = (LUA / "rates.lua").read_text()
+    slot_s, slots = map(int, re.findall(r"^local SLOT_S, SLOTS = (\d+), (\d+)$", text, re.MULTILINE)[0])
+    assert (slot_s, slot_s * slots) == (SLOT_S, MAX_WINDOW_S)
+    assert f"local AWAY_S = {AWAY_S:.0f} " in text
 
 
 # --------------------------------------------------------------------------------------------------------------------- figures

@@ -23,6 +23,8 @@ WAIT_S = 20.0
 """How long the gateway holds a call open while there is nothing to tell."""
 RETRY_S = 300.0
 """Longer than a deployment takes."""
+FIRST_RETRY_S = 5.0
+"""Until the first answer: a gateway that was never there is a wrong URL."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 LATER = frozenset({429, 502, 503, 504})
 GONE = frozenset({404, 410})
@@ -46,6 +48,7 @@ class Gateway:
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
+        self._answered = False
 
     async def create_job(self, spec: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The job, and whether this call created it; the same name and spec again is the same job."""
@@ -128,7 +131,8 @@ class Gateway:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         headers = {"Idempotency-Key": uuid4().hex} if method == "POST" else {}
-        deadline, pause_s = time.monotonic() + RETRY_S, FIRST_PAUSE_S
+        retry_s = RETRY_S if self._answered else FIRST_RETRY_S
+        deadline, pause_s = time.monotonic() + retry_s, FIRST_PAUSE_S
         while True:
             status, wait_s = None, pause_s
             try:
@@ -136,17 +140,28 @@ class Gateway:
             except httpx.TransportError as error:
                 problem = f"{method} {self._http.base_url.join(path)} got no answer: {error!r}"
             else:
+                self._answered = True
                 if not answer.is_error:
                     return answer
-                status, problem = answer.status_code, f"{method} {path} answered {answer.status_code}: {answer.text[:2000]}"
+                status, problem = answer.status_code, f"{method} {path} answered {answer.status_code}: {_problem(answer)}"
                 if status not in LATER:
                     raise GatewayError(problem, status)
                 wait_s = max(pause_s, _retry_after_s(answer))
             if time.monotonic() + wait_s > deadline:
-                raise GatewayError(f"{problem} (tried for {RETRY_S:g} s)", status)
+                raise GatewayError(f"{problem} (tried for {retry_s:g} s)", status)
             logger.warning("%s; trying again in %.1f s", problem, wait_s)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+
+def _problem(answer: httpx.Response) -> str:
+    """What the problem document says, or else the body."""
+    try:
+        told = orjson.loads(answer.content)
+        fields = "; ".join(f"{field['field']} {field['problem']}" for field in told.get("fields") or [])
+        return f"{told['detail']}: {fields}" if fields else str(told["detail"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return answer.text[:2000]
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from service.batches import BatchRecord
 from service.standin import create_standin, drawn_lengths
 from service.standin.server import load_model
 from service.trainer.figures import Summary
@@ -144,13 +145,16 @@ async def test_a_trainer_that_was_restarted_takes_its_batches_back(gateway: Runn
 
 async def test_a_batch_that_is_lost_is_not_trained_on(gateway: RunningGateway, generator_url: str) -> None:
     async with played(gateway, generator_url, staleness_budget=1) as job:
-        training = asyncio.create_task(job.train(steps=3, step_s=2.0, lease_s=1.5))
+        training = asyncio.create_task(job.train(steps=1, step_s=4.0))
         while not (held := await gateway.batches.live(job.job_id)):
             await asyncio.sleep(POLL_S)
         await gateway.batches.release(held[0].batch_id)
+        taken = await gateway.batches.lease(job.job_id, groups=2, lease_s=300)
+        assert isinstance(taken, BatchRecord)
+        assert {group.group_id for group in taken.groups} == {group.group_id for group in held[0].groups}
         summary = await training
-        assert (summary.lost_batches, summary.version) == (1, 3)
-        assert (await job.counts()).acked == 6
+        assert (summary.lost_batches, summary.version) == (1, 1)
+        assert (await job.counts()).acked == 2
 
 
 @dataclass(slots=True)
@@ -267,10 +271,24 @@ async def test_a_job_of_its_own_is_gone_after(gateway: RunningGateway, generator
     [
         pytest.param(("--job", "j1"), "--simulate", id="a-real-trainer"),
         pytest.param(("--simulate",), "--spec", id="no-job"),
-        pytest.param(("--simulate", "--job", "j1", "--url", "http://127.0.0.1:9", "--key", "x", "--steps", "0"), "--steps", id="no-step"),
+        pytest.param(("--simulate", "--job", "j1", "--steps", "0"), "--steps", id="no-step"),
     ],
 )
 async def test_wrong_options_are_told(arguments: tuple[str, ...], named: str) -> None:
     process = await rollway(*arguments)
     _, errors = await process.communicate()
     assert (process.returncode, named in errors.decode()) == (2, True), errors.decode()
+
+
+async def test_a_gateway_that_is_not_there_is_told_in_seconds() -> None:
+    process = await rollway("--simulate", "--job", "j1", "--url", DEAD_GENERATOR)
+    async with asyncio.timeout(60):
+        _, errors = await process.communicate()
+    assert (process.returncode, f"{DEAD_GENERATOR}/v1/jobs/j1 got no answer" in errors.decode()) == (1, True), errors.decode()
+
+
+async def test_what_the_gateway_refuses_is_told_by_field(gateway: RunningGateway, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps(job_body(staleness_budget=-1)))
+    process = await rollway("--simulate", "--spec", str(tmp_path / "job.json"), "--url", gateway.url, "--key", KEYS["red"])
+    _, errors = await process.communicate()
+    assert (process.returncode, "staleness_budget" in errors.decode()) == (1, True), errors.decode()

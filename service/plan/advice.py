@@ -140,7 +140,10 @@ def generators_for(setting: Setting, forms: Forms, *, groups: int = SIZING_GROUP
     """The fewest generators, each with as many rollouts as now, with which the trainer waits at most `WAIT_GOAL`; None: no number does."""
 
     def enough(generators: int) -> bool:
-        return simulate(setting.with_generators(generators), groups=groups, seed=seed).wait_share <= WAIT_GOAL
+        try:
+            return simulate(setting.with_generators(generators), groups=groups, seed=seed).wait_share <= WAIT_GOAL
+        except PlanError:  # nearly all that they make would be discarded
+            return False
 
     match = setting.generators / forms.rho
     if match > SEARCHED * setting.generators:
@@ -167,7 +170,10 @@ def knobs(setting: Setting, simulated: Simulated, *, groups: int = SIZING_GROUPS
     base = simulate(setting, groups=groups, seed=seed)
     found = []
     for change, other in _changes(setting):
-        changed = simulate(other, groups=groups, seed=seed)
+        try:
+            changed = simulate(other, groups=groups, seed=seed)
+        except PlanError:  # beyond what can be simulated is beyond reach
+            continue
         gain = changed.consumed_samples_per_s / base.consumed_samples_per_s - 1
         found.append(
             Knob(

@@ -31,8 +31,10 @@ MOST_ROLLOUTS = 40_000_000
 """Some minutes."""
 _CHUNK = 2048
 """Groups drawn at a time."""
-_MOST_BEGUN = 200
-"""Groups begun for each one to train, after which a run that filters or discards nearly all is given up."""
+_MOST_BEGUN, _MOST_USABLE = 200, 40
+"""Groups begun for each one to train, all and before filters, after which a run that filters or discards nearly all is given up."""
+MOST_SURPLUS = 25
+"""Times what the trainer consumes, beyond which a run without a gate would but throw away."""
 
 
 class _Group:
@@ -68,11 +70,20 @@ def simulate(setting: Setting, *, groups: int = 20_000, seed: int = 0, control: 
 def _steps(setting: Setting, groups: int) -> int:
     """Enough for the warm-up to be twice what may be out, in steps."""
     times = setting.times
-    in_flight = setting.slots * times.tail / setting.batch + 1
-    if setting.capacity is not None:
-        full = setting.capacity / setting.groups_per_step
-        behind = setting.slots * setting.acceptance * setting.train_s < setting.batch * times.held_s
-        in_flight = min(in_flight, full) if behind else full  # a trainer that is behind lets the queue fill
+    rho = setting.slots * setting.acceptance * setting.train_s / (times.held_s * setting.batch)
+    in_flight = setting.slots * times.tail / (setting.batch * max(1.0, rho)) + 1
+    match setting.rule:
+        case Gate(budget=budget):
+            full = (budget + 1) * setting.steps_per_version
+            in_flight = full if rho > 1 else min(in_flight, full)  # a trainer that is behind lets the queue fill
+        case _ if rho > MOST_SURPLUS:
+            raise PlanError(
+                "concurrency", f"generators make {rho:.0f} times what the trainer consumes, and no gate holds them; correct a rate"
+            )
+        case QueueDrop(batches=batches) if rho > 1:
+            in_flight += batches
+        case QueueMax(max_staleness=bound) if rho > 1:
+            in_flight += bound * setting.steps_per_version
     deep = min(MOST_STEPS_FOR_DEPTH, math.ceil(2 * in_flight / WARM_UP))
     return max(MIN_STEPS, math.ceil(groups / setting.groups_per_step), deep)
 
@@ -115,7 +126,7 @@ class _Run:
         self._window = _Window()
 
     def to_the_end(self) -> Simulated:
-        limit = _MOST_BEGUN * self._last_step * self._batch
+        limit = min(_MOST_BEGUN, _MOST_USABLE / self._setting.acceptance) * self._last_step * self._batch
         self._fill()
         while self._steps < self._last_step:
             if self._events and self._events[0][0] + self._paused <= self._train_end:

@@ -246,6 +246,13 @@ def test_a_run_that_filters_nearly_all_is_given_up() -> None:
         simulate(setting(concurrency=16, batch=8, rho=0.8, sigma=0.5, rule=Gate(budget=1), acceptance=1e-4), groups=100)
 
 
+def test_a_surplus_that_nothing_holds_back_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="--concurrency: generators make 30 times what the trainer consumes"):
+        simulate(setting(concurrency=240, batch=240, rho=30, sigma=0.5, rule=QueueDrop(batches=2)))
+    gated = setting(concurrency=240, batch=240, rho=30, sigma=0.5, rule=Gate(budget=2))
+    assert simulate(gated, groups=1_000).wait_share == 0
+
+
 def test_a_controller_sees_each_step_and_sets_what_may_be_in_flight() -> None:
     seen: list[Reading] = []
 

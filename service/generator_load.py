@@ -11,20 +11,27 @@ from service.generator_member import Member
 from service.weight_records import Standing
 
 
-async def loads_of(members: Iterable[Member], *, held: int) -> list[Load | None]:
-    """One a generator; None: it is unwell, or gets no new work. held: calls of this process that wait for a place at one of them.
+async def loads_of(members: Iterable[Member], *, held: int) -> list[Load | None] | None:
+    """One a generator; None in its place: it is unwell or in quarantine. None: an update is on, when loads say nothing.
 
-    Other processes hold calls in the same measure, as far as we can know.
+    held: calls of this process that wait for a place at one of them; others hold calls in the same measure, as far as we can know.
     """
     members = list(members)
+    if any(_stopped_for_update(member) for member in members):
+        return None
     found = await asyncio.gather(*(_load_of(member) for member in members))
     here = sum(len(member.running) for member in members)
     per_running = held / max(1, here)
     return [load and replace(load, waiting=load.waiting + round(load.running * per_running)) for load in found]
 
 
+def _stopped_for_update(member: Member) -> bool:
+    standing = member.weights.standing
+    return standing is Standing.HELD or (member.weights.paused and standing is not Standing.QUARANTINED)
+
+
 async def _load_of(member: Member) -> Load | None:
-    if member.open or member.weights.standing is not Standing.SERVING:
+    if member.open or member.weights.standing is Standing.QUARANTINED:
         return None
     try:
         return told(await member.client.loads())

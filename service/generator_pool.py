@@ -122,9 +122,7 @@ class GeneratorPool:
         ]
 
     async def loads(self) -> list[Load | None] | None:
-        """How busy each generator is; None: one of them stands still for a weight update, when its load says nothing."""
-        if any(member.weights.paused for member in self._members.values()):
-            return None
+        """How busy each generator is; None: one of them has stopped for a weight update, when loads say nothing."""
         return await loads_of(self._members.values(), held=len(self._waiting))
 
     async def generate(

@@ -15,15 +15,18 @@ from pydantic import SecretStr
 from service.batches import BatchRecord
 from service.concurrency import Load
 from service.generator_load import told
+from service.generator_pool import GeneratorPool
 from service.jobs import JobCounts
-from service.records import JobPatch, Limits, Message, TaskSpec
+from service.records import GeneratorSpec, JobPatch, Limits, Message, Sampling, TaskSpec
 from service.settings import Settings
 from service.standin import create_standin
 from service.standin.server import load_model
 from service.steering import Steering
+from service.weight_records import GeneratorWeights, JobWeights, Standing
 from service.weight_store import WeightStore
 from tests.gateway_play import job_body
-from tests.standin_stack import LONG
+from tests.hostile_generator import HostileGenerator, serving
+from tests.standin_stack import LONG, standin
 from tests.store_stack import Stack, store_at
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker
@@ -228,6 +231,58 @@ async def test_a_generator_that_dies_takes_its_share_along(stack: Stack, generat
         await until(stack, lambda found: found.in_flight_cap == 32)
         await generators.servers[1].close()
         await until(stack, lambda found: found.in_flight_cap <= 16)
+
+
+# ------------------------------------------------------------------------------------------------------------- what a pool knows
+
+
+async def loads_with(url: str, **weights: Any) -> list[Load | None] | None:
+    """Of a pool of `url`, whose weights are as told, and of a server that says nothing of its load."""
+    async with (
+        serving(HostileGenerator()) as old,
+        GeneratorPool([GeneratorSpec(url=url), GeneratorSpec(url=old)], vocab_size=100, stop_token_ids=(3,)) as pool,
+    ):
+        pool.take(JobWeights(generators={url: GeneratorWeights(**weights)}))
+        return await pool.loads()
+
+
+NOTHING = Load(running=0, waiting=0, usage=0.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "loads"),
+    [
+        pytest.param({}, [NOTHING, NOTHING], id="both-serve"),
+        pytest.param({"standing": Standing.QUARANTINED, "paused": True}, [None, NOTHING], id="one-in-quarantine"),
+        pytest.param({"standing": Standing.HELD}, None, id="an-update-begins"),
+        pytest.param({"paused": True}, None, id="paused"),
+    ],
+)
+async def test_what_a_pool_says_of_its_generators(tmp_path: Path, weights: dict[str, Any], loads: list[Load | None] | None) -> None:
+    async with standin(tmp_path) as url:
+        assert await loads_with(url, **weights) == loads
+
+
+async def test_calls_that_wait_for_a_place_are_waiting_requests(tmp_path: Path) -> None:
+    """Two places here and four callers: as many wait as run."""
+    async with (
+        standin(tmp_path, tokens_per_s=1.0) as url,
+        GeneratorPool([GeneratorSpec(url=url, max_concurrency=2)], vocab_size=100, stop_token_ids=(3,)) as pool,
+    ):
+        calls = [
+            asyncio.create_task(
+                pool.generate(
+                    rollout_id=f"r{number}", ids=[5, 6], max_new_tokens=100, sampling=Sampling(), version=0, lineage=0, timeout_s=60.0
+                )
+            )
+            for number in range(4)
+        ]
+        async with asyncio.timeout(30):
+            while await pool.loads() != [Load(running=2, waiting=2, usage=0.0)]:
+                await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ HTTP

@@ -99,9 +99,12 @@ class GeneratorPool:
 
     def take(self, weights: JobWeights) -> None:
         """Take up what is known of the generators' weights now; calls on what was put into quarantine come away from it."""
+        known = {url: weights.generators.get(url, GeneratorWeights()) for url in self._members}
+        if all(self._members[url].weights == now for url, now in known.items()) and self._labelled == (weights.current is not None):
+            return  # as nearly always: then nobody who waits is woken
         self._labelled = weights.current is not None
         for url, member in self._members.items():
-            for rid in member.take(weights.generators.get(url, GeneratorWeights())):
+            for rid in member.take(known[url]):
                 self._tell(member, rid)
         self._wake(len(self._waiting))
 

@@ -95,7 +95,7 @@ class JobKeys:
 
     @property
     def job(self) -> str:
-        """Hash: spec, gate, policy version, lineage, counters for ids and fences."""
+        """Hash: spec, gate, policy version, lineage, weights and their updates, counters for ids and fences."""
         return self.all[0]
 
     @property

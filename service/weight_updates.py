@@ -23,7 +23,7 @@ from service.generator_control import GeneratorControl, LoadError
 from service.generators import CONTROL_S, TimedOutGeneratorError, control_urls
 from service.keys import job_of
 from service.records import GeneratorSpec
-from service.weight_records import GeneratorWeights, JobWeights, Said, Standing, UpdateState, Wanted, WeightUpdate
+from service.weight_records import JobWeights, Said, Standing, UpdateState, Wanted, WeightUpdate
 from service.weight_rules import (
     BUSY_S,
     abandon,
@@ -334,7 +334,8 @@ class WeightUpdates:
         """Of a deleted job: what it made stand still goes on, unless another job moves weights there by now."""
         ours = await self._weights.claimed(job_id)
         if (known := await self._weights.tombstone(job_id)) is not None:
-            still = [spec for spec in known.spec.generator_specs if known.weights.generators.get(spec.url, GeneratorWeights()).paused]
+            out = {url for url, generator in known.weights.generators.items() if generator.standing is not Standing.SERVING}
+            still = [spec for spec in known.spec.generator_specs if spec.url in out]
             await asyncio.gather(*(self._go_on(job_id, spec) for spec in still if ours.issuperset(map(canonical, control_urls(spec)))))
         await self._weights.keep(job_id, ())
         await self._weights.settled(job_id)
@@ -342,7 +343,7 @@ class WeightUpdates:
     async def _drop(self, known: Known, urls: set[str]) -> None:
         """Generators that the job no longer has."""
         for url in urls:
-            if known.weights.generators[url].paused:
+            if known.weights.generators[url].standing is not Standing.SERVING:
                 await self._go_on(known.job_id, GeneratorSpec(url=url))
         if urls:
             await self._change(known.job_id, lambda now: without(now.weights, urls))

@@ -85,7 +85,7 @@ async def test_case_060_a_turn_cut_by_an_update_goes_on_and_is_no_answer(stack: 
         await asyncio.sleep(0.3)
         shown = (await stack.api.get(f"/v1/rollouts/{group_id}-r0")).json()
         assert (shown["tool_calls"], shown["state"]) == (0, "leased")
-        body = {"model_path": "/models/next", "weight_version": "1"}
+        body = {"model_path": "models/next", "weight_version": "1"}
         assert (await generator.post("/update_weights_from_disk", json=body)).status_code == 200
         assert (await generator.post("/continue_generation", json={})).status_code == 200
     batch = await stack.batch(job_id, 1)

@@ -8,6 +8,7 @@ from typing import Any
 from service.concurrency import Load
 from service.errors import GeneratorError
 from service.generator_member import Member
+from service.generators import BusyGeneratorError, NotFoundHereError, TimedOutGeneratorError
 from service.weight_records import Standing
 
 
@@ -31,12 +32,15 @@ def _stopped_for_update(member: Member) -> bool:
 
 
 async def _load_of(member: Member) -> Load | None:
-    if member.open or member.weights.standing is Standing.QUARANTINED:
+    """It is asked even where calls of this process have failed of late: workers shall agree on what is lost, whichever of them decides."""
+    if member.weights.standing is Standing.QUARANTINED:
         return None
     try:
         return told(await member.client.loads())
-    except GeneratorError:  # a router, or older than 0.5.9: what this process has there must do
-        return Load(running=len(member.running), waiting=0, usage=0.0)
+    except (NotFoundHereError, TimedOutGeneratorError, BusyGeneratorError):  # a router, older than 0.5.9, or very busy
+        return None if member.open else Load(running=len(member.running), waiting=0, usage=0.0)
+    except GeneratorError:
+        return None
 
 
 def told(ranks: Sequence[Any]) -> Load:

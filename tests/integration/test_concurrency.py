@@ -24,7 +24,7 @@ from service.standin.server import load_model
 from service.steering import Steering
 from service.weight_records import GeneratorWeights, JobWeights, Standing
 from service.weight_store import WeightStore
-from tests.gateway_play import job_body
+from tests.gateway_play import DEAD_GENERATOR, job_body
 from tests.hostile_generator import HostileGenerator, serving
 from tests.standin_stack import LONG, standin
 from tests.store_stack import Stack, store_at
@@ -261,6 +261,12 @@ NOTHING = Load(running=0, waiting=0, usage=0.0)
 async def test_what_a_pool_says_of_its_generators(tmp_path: Path, weights: dict[str, Any], loads: list[Load | None] | None) -> None:
     async with standin(tmp_path) as url:
         assert await loads_with(url, **weights) == loads
+
+
+async def test_a_generator_that_is_not_there_is_lost_to_every_worker() -> None:
+    """Also to one whose calls have not failed there yet."""
+    async with GeneratorPool([GeneratorSpec(url=DEAD_GENERATOR)], vocab_size=100, stop_token_ids=(3,)) as pool:
+        assert await pool.loads() == [None]
 
 
 async def test_calls_that_wait_for_a_place_are_waiting_requests(tmp_path: Path) -> None:

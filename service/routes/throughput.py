@@ -44,7 +44,9 @@ class ThroughputAnswer(BaseModel):
     window_s: float = Field(description="what was looked at: as asked, or since the job's first dispatch")
     generated_samples_per_s: float = Field(description="rollouts that ended with a trajectory")
     accepted_samples_per_s: float = Field(description="rollouts of groups that became ready, less those turned away later")
-    consumed_samples_per_s: float | None = Field(description="acked, over the whole steps (from ack to ack) that ended in the window")
+    consumed_samples_per_s: float | None = Field(
+        description="acked, over the whole steps (from ack to ack) that ended in the window: long steps need a long one"
+    )
     consumption_samples_per_s: float | None = Field(description="the same while the trainer computes, its waits left out")
     rho: float | None = Field(description="accepted / consumption: below 1 the trainer waits")
     wait_fraction: float | None = Field(

@@ -16,37 +16,30 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
 from service.plan.lengths import Lognormal
-from service.plan.setting import Gate, Setting
+from service.plan.setting import Gate, Setting, StalePolicy
 from service.plan.simulator import simulate
-from service.standin import create_standin, drawn_lengths
 from service.standin.server import load_model
 from service.tokenizers import make_qwen3
-from service.trainer.feed import Feed, endless
 from service.trainer.figures import Summary
-from service.trainer.gateway import Drained, Gateway, open_gateway
+from service.trainer.gateway import open_gateway
 from service.trainer.loop import Progress, Trainer
 from service.trainer.options import Pace, TrainerOptions
-from service.trainer.weights import Labels
-from tests.e2e.stack import KEYS, end, environment, free_port, ready, spawn
+from tests.e2e.stack import KEYS
+from tests.paced_service import deliver, generator, job_spec, service_running
 
 MEAN_TOKENS, ROLLOUT_S = 120, 900.0
 TOKENS_PER_S = MEAN_TOKENS / ROLLOUT_S
-WORKERS = 1
 WARM_UP = 0.3
-FED_S = 0.1
-"""Until a feed that fell behind may have caught up."""
 MIN_STEPS = 7
 PLANNED_GROUPS = 20_000
 
@@ -58,16 +51,21 @@ BALANCED_WAIT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """load: how long a step computes, in what it takes to make its batch. In flight is one batch."""
+    """load: how long a step computes, in what it takes to make its batch. batches: in flight. source: of a published case."""
 
     load: float
     budget: int
     sigma: float
     group_size: int = 4
     groups_per_step: int = 16
+    batches: int = 1
+    stale_policy: StalePolicy = "requeue"
+    source: str = ""
 
     @property
     def name(self) -> str:
+        if self.source:
+            return f"{self.source}, budget {self.budget}, sigma {self.sigma:g}"
         named = next((name for name, load in LOADS.items() if load == self.load), f"load {self.load:g}")
         return f"{named}, budget {self.budget}, sigma {self.sigma:g}"
 
@@ -77,11 +75,11 @@ class Case:
 
     @property
     def concurrency(self) -> int:
-        return self.group_size * self.groups_per_step
+        return self.group_size * self.groups_per_step * self.batches
 
     @property
     def train_s(self) -> float:
-        return ROLLOUT_S * self.load
+        return ROLLOUT_S * self.load / self.batches
 
     @property
     def setting(self) -> Setting:
@@ -90,7 +88,7 @@ class Case:
             concurrency=self.concurrency,
             tokens_per_s=TOKENS_PER_S,
             train_s=self.train_s,
-            rule=Gate(budget=self.budget),
+            rule=Gate(budget=self.budget, stale_policy=self.stale_policy),
             group_size=self.group_size,
             groups_per_step=self.groups_per_step,
         )
@@ -102,6 +100,24 @@ CASES = [
     for budget in (0, 1, 4)
     for load in (LOADS.values() if budget else [LOADS["balanced"]])  # on-policy, all three differ by the trainer's own time only
 ]
+
+REFERENCE_CASES = [
+    Case(source="published: 1.95 of 2.75 samples/s", load=1.95 / 2.75, budget=16, sigma=0.5),
+    *(
+        Case(
+            source="published: a gate alone",
+            load=0.7,
+            budget=budget,
+            sigma=0.6,
+            group_size=8,
+            groups_per_step=4,
+            batches=2,
+            stale_policy="pace",
+        )
+        for budget in (1, 2, 4)
+    ),
+]
+"""A trainer that was measured to wait 30 %; and a gate that binds and discards nothing: its mean staleness is the budget, come what may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,53 +138,6 @@ class Row:
     def agrees(self) -> bool:
         waits = abs(self.planned_wait - self.measured_wait) <= max(WAIT_BOUND * self.planned_wait, BALANCED_WAIT)
         return waits and abs(self.planned_staleness - self.measured_staleness) <= STALENESS_BOUND
-
-
-# ------------------------------------------------------------------------------------------------------------------------- service
-
-
-@asynccontextmanager
-async def service_running(folder: Path, tokenizer: Path, **env: str) -> AsyncIterator[str]:
-    """Gateway, workers and embedded Valkey as processes; the gateway's URL."""
-    folder.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    env = (
-        environment(folder, tokenizer, port)
-        | {"ROLLWAY_SANDBOX_POOL": "0", "ROLLWAY_LEASE_S": "60", "ROLLWAY_WORKER_ROLLOUTS": "1024"}
-        | env
-    )
-    serve = ("serve", "--host", "127.0.0.1", "--port", str(port), "--workers", str(WORKERS))
-    gateway = await spawn(*serve, env=env, log=folder / "gateway.log")
-    url = f"http://127.0.0.1:{port}"
-    try:
-        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS['alpha']}"}, timeout=20) as api:
-            await ready(api, "/readyz", wait_s=120)
-        yield url
-    finally:
-        await end(gateway, grace_s=60)
-
-
-@asynccontextmanager
-async def generator(model: dict[str, Any], *, mean_tokens: float, sigma: float, tokens_per_s: float, seed: int) -> AsyncIterator[str]:
-    """A stand-in in this process; its URL."""
-    app = create_standin(**model, policy=drawn_lengths(mean_tokens, sigma), tokens_per_s=tokens_per_s, seed=seed)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
-    port = free_port()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await runner.cleanup()
-
-
-def job_spec(name: str, tokenizer: Path, generator_url: str, **fields: Any) -> dict[str, Any]:
-    model = {"tokenizer": str(tokenizer), "renderer": "qwen3", "context_tokens": 16_384}
-    limits = {"tokens": 12_000, "turn_tokens": 12_000, "wall_s": 36_000.0}
-    return {"name": name, "model": model, "generators": [{"url": generator_url, "max_concurrency": 1000}], "limits": limits} | fields
-
-
-# ------------------------------------------------------------------------------------------------------------------------ agreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +175,7 @@ async def measure(case: Case, place: Place) -> Summary:
             group_size=case.group_size,
             groups_per_step=case.groups_per_step,
             staleness_budget=case.budget,
+            stale_policy=case.stale_policy,
             max_in_flight_rollouts=case.concurrency,
         )
         job, _ = await gateway.create_job(spec)
@@ -270,77 +240,12 @@ def table(rows: Sequence[Row]) -> Table:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------------------- requeue
-
-
-@dataclass(slots=True, kw_only=True)
-class Delivered:
-    """staleness_max: worked out here, from the versions of the sampled tokens."""
-
-    groups: int = 0
-    staleness_max: int = 0
-    above: int = 0
-    requeued: int = 0
-    dropped: int = 0
-
-
-def oldest_version(group: dict[str, Any]) -> int:
-    samples = [sample for trajectory in group["trajectories"] for sample in trajectory["samples"]]
-    return min(version for sample in samples for version, mask in zip(sample["versions"], sample["loss_mask"], strict=True) if mask)
-
-
-async def deliver(
-    url: str, tokenizer: Path, model: dict[str, Any], *, groups: int, budget: int = 1, step: int = 8, rollout_s: float = 0.5
-) -> Delivered:
-    """Train `groups` groups as fast as they come, with rollouts so long-tailed that many come too late."""
-    found = Delivered()
-    async with AsyncExitStack() as parts:
-        paced = {"mean_tokens": 24, "sigma": 1.0, "tokens_per_s": 24 / rollout_s, "seed": 1}
-        generator_url = await parts.enter_async_context(generator(model, **paced))
-        gateway = await parts.enter_async_context(open_gateway(url, KEYS["alpha"]))
-        fields = {"group_size": 2, "groups_per_step": step, "staleness_budget": budget, "max_in_flight_rollouts": 256, "max_requeues": 5}
-        job, _ = await gateway.create_job(job_spec("requeue", tokenizer, generator_url, stale_policy="requeue", **fields))
-        http = await parts.enter_async_context(httpx.AsyncClient(timeout=60))
-        feeding = asyncio.create_task(Feed(gateway, job["job_id"], endless(), groups=200).run())
-        try:
-            await _train(gateway, Labels(gateway, http, job, update_s=0.0), job["job_id"], found, groups=groups, budget=budget, step=step)
-        finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
-        counts = (await gateway.job(job["job_id"]))["counts"]
-        found.requeued, found.dropped = counts["requeued"], sum(counts["dropped"].values())
-        await gateway.delete_job(job["job_id"])
-    return found
-
-
-async def _train(gateway: Gateway, weights: Labels, job_id: str, found: Delivered, *, groups: int, budget: int, step: int) -> None:
-    version = 0
-    while found.groups < groups:
-        try:
-            batch = await gateway.lease(job_id, step, lease_s=60)
-        except Drained:
-            await asyncio.sleep(FED_S)
-            continue
-        if batch is None:
-            continue
-        for group in batch["groups"]:
-            staleness = batch["policy_version"] - oldest_version(group)
-            found.groups += 1
-            found.above += staleness > budget
-            found.staleness_max = max(found.staleness_max, staleness)
-        version += 1
-        await weights.publish(version, ack=[batch["batch_id"]])
-
-
-# ----------------------------------------------------------------------------------------------------------------------------- main
-
-
 async def bench(arguments: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="agreement-") as name:
         tokenizer = make_qwen3(Path(name) / "tokenizers" / "qwen3")
         model = load_model(tokenizer, "qwen3")
         async with service_running(Path(name) / "service", tokenizer) as url:
-            cases = [case for case in CASES if arguments.cases in case.name]
+            cases = [case for case in (*CASES, *REFERENCE_CASES) if arguments.cases in case.name]
             place = Place(url=url, tokenizer=tokenizer, model=model, time_scale=arguments.time_scale, minutes=arguments.minutes)
             rows = await compare(cases, place, console) if cases else []
             delivered = await deliver(url, tokenizer, model, groups=arguments.requeue, step=32) if arguments.requeue else None

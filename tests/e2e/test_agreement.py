@@ -10,7 +10,8 @@ import pytest_asyncio
 
 from service.plan.simulator import simulate
 from service.standin.server import load_model
-from tests.bench.agreement import Case, Place, deliver, measure, service_running
+from tests.bench.agreement import Case, Place, measure
+from tests.paced_service import deliver, service_running
 
 WAIT_BOUND, STALENESS_BOUND = 0.15, 0.6
 """Of few steps, on a machine that does other things too."""

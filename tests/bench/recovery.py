@@ -60,6 +60,8 @@ def takeovers_table(found: recovery_kills.Found) -> Table:
         table.add_row(what, str(times), str(seen.resumed + seen.restarted), *seconds(seen), str(seen.restarted), f"{seen.tokens_saved:,}")
     kept = found.killed.tokens_saved + found.left.tokens_saved
     table.caption = f"{found.generated:,} tokens were sampled; restarting instead of resuming would have sampled at least {kept:,} more"
+    if found.failures:
+        table.caption += "\nattempts ended: " + "; ".join(f"{reason} ({times})" for reason, times in found.failures.items())
     return table
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,14 @@ POLICY: dict[str, Any] = {"rules": [rule("do it.", *[THOUGHT + call("bash", comm
 
 @dataclass(slots=True)
 class Found:
-    """generated: tokens of the whole run, by the job's own books."""
+    """generated: tokens of the whole run, by the job's own books. failures: why attempts ended, and how many."""
 
     killed: Takeovers
     left: Takeovers
     kills: int
     terms: int
     generated: int
+    failures: dict[str, int]
 
 
 async def measure(folder: Path, *, kills: int, terms: int) -> Found:
@@ -88,8 +90,20 @@ async def play(fleet: Fleet, api: httpx.AsyncClient, tokenizer: Path, *, kills: 
             await watch.aclose()
         found.append(watch.found)
     counts = (await api.get(f"/v1/jobs/{job_id}")).raise_for_status().json()["counts"]
+    why = await failures(api, job_id)
     await api.delete(f"/v1/jobs/{job_id}")
-    return Found(killed=found[0], left=found[1], kills=kills, terms=terms, generated=counts["tokens_generated"])
+    return Found(killed=found[0], left=found[1], kills=kills, terms=terms, generated=counts["tokens_generated"], failures=why)
+
+
+async def failures(api: httpx.AsyncClient, job_id: str) -> dict[str, int]:
+    why: Counter[str] = Counter()
+    after: dict[str, str] = {}
+    while True:
+        page = (await api.get(f"/v1/jobs/{job_id}/groups", params=after)).raise_for_status().json()
+        why.update(reason for group in page["groups"] for member in group["members"] for reason in member["failures"])
+        if page["next"] is None:
+            return dict(why)
+        after = {"after": page["next"]}
 
 
 async def strike(fleet: Fleet, watch: Watch, go: Callable[[Member], None]) -> None:

@@ -143,6 +143,18 @@ async def test_a_trainer_that_was_restarted_takes_its_batches_back(gateway: Runn
         assert (await job.counts()).acked == 6, "on-policy, nothing could be dispatched beside a batch that is held"
 
 
+async def test_a_lease_is_renewed_for_as_long_as_a_step_takes(gateway: RunningGateway, generator_url: str) -> None:
+    async with played(gateway, generator_url, staleness_budget=1) as job:
+        training = asyncio.create_task(job.train(step_s=600.0, lease_s=3.0))
+        while not (held := await gateway.batches.live(job.job_id)):
+            await asyncio.sleep(POLL_S)
+        while (await gateway.batches.live(job.job_id))[0].lease_until == held[0].lease_until:
+            await asyncio.sleep(POLL_S)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        assert await gateway.batches.live(job.job_id) == [], "it left nothing behind"
+
+
 async def test_a_batch_that_is_lost_is_not_trained_on(gateway: RunningGateway, generator_url: str) -> None:
     async with played(gateway, generator_url, staleness_budget=1) as job:
         training = asyncio.create_task(job.train(steps=1, step_s=4.0))

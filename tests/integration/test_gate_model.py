@@ -70,6 +70,7 @@ class Gate(RuleBasedStateMachine):
         fields = {"staleness_budget": budget, "stale_policy": policy, "zero_variance": zero_variance, "max_requeues": 1}
         members = {"group_size": size, "extra_members": extra, "group_retries": retries, "min_group_size": 1 if short else None}
         self.do(self.stack.open_job(**fields, **members))
+        self.submit(3)
 
     def teardown(self) -> None:
         if hasattr(self, "stack"):
@@ -83,13 +84,16 @@ class Gate(RuleBasedStateMachine):
     def submit(self, count: int) -> None:
         self.ids += self.do(self.stack.submit(count))
 
-    @rule(n=st.integers(min_value=1, max_value=6))
-    def take(self, n: int) -> None:
+    @rule(n=st.integers(min_value=1, max_value=6), tokens=st.integers(0, 3), age=ages)
+    def take(self, n: int, tokens: int, age: int) -> None:
+        """And sample, where that is said."""
         for lease in self.do(self.stack.take(n)):
             assert int(lease.fence) > self.fences.get(lease.rollout_id, 0)
             assert lease.resumed == (len(self.do(self.stack.leases.journal(lease.rollout_id))) > 0)
             self.fences[lease.rollout_id] = int(lease.fence)
             self.held.append(lease)
+            if tokens:
+                self.do(self.sample(lease, tokens, age))
 
     def work(self, pick: int, call: Any) -> None:
         """One call on one lease, which may have been lost; a lost one changes nothing."""
@@ -113,31 +117,32 @@ class Gate(RuleBasedStateMachine):
 
         self.work(pick, one)
 
-    @rule()
-    def a_good_worker_runs_all_it_can(self) -> None:
+    @rule(age=ages)
+    def a_good_worker_runs_all_it_can(self, age: int) -> None:
         for number, lease in enumerate(self.do(self.stack.take())):
             self.fences[lease.rollout_id] = int(lease.fence)
-            self.do(self.finish_well(lease, number))
+            self.do(self.finish_well(lease, number, age=age))
 
-    async def finish_well(self, lease: Lease, number: int) -> None:
+    async def finish_well(self, lease: Lease, number: int, *, age: int = 0) -> None:
         """Unless its group has enough without it."""
+        version = max(0, self.model.version - age)
         try:
-            await self.stack.leases.finish(lease, ended(version=self.model.version, lineage=self.model.lineage, reward=float(number)))
+            await self.stack.leases.finish(lease, ended(version=version, lineage=self.model.lineage, reward=float(number)))
         except LeaseLostError:
             assert self.extra
         else:
-            self.model.sampled(lease, self.model.version, exactly=True)
+            self.model.sampled(lease, version, exactly=True)
 
     @precondition(lambda self: self.held)
     @rule(pick=picks, tokens=st.integers(min_value=0, max_value=5), age=ages)
     def append(self, pick: int, tokens: int, age: int) -> None:
-        async def one(lease: Lease) -> None:
-            length, version = len(await self.stack.leases.journal(lease.rollout_id)), max(0, self.model.version - age)
-            await self.stack.sample(lease, tokens, at_index=length, version=version, lineage=self.model.lineage)
-            if tokens:
-                self.model.sampled(lease, version)
+        self.work(pick, lambda lease: self.sample(lease, tokens, age))
 
-        self.work(pick, one)
+    async def sample(self, lease: Lease, tokens: int, age: int) -> None:
+        length, version = len(await self.stack.leases.journal(lease.rollout_id)), max(0, self.model.version - age)
+        await self.stack.sample(lease, tokens, at_index=length, version=version, lineage=self.model.lineage)
+        if tokens:
+            self.model.sampled(lease, version)
 
     @precondition(lambda self: self.held)
     @rule(pick=picks, retry=st.booleans(), counts=st.booleans())
@@ -166,7 +171,7 @@ class Gate(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------------------------- the trainer
 
-    @rule(n=st.integers(min_value=1, max_value=3), fewer=st.booleans(), ahead=st.integers(min_value=-1, max_value=2))
+    @rule(n=st.sampled_from([1, 1, 2, 3]), fewer=st.booleans(), ahead=st.integers(min_value=-1, max_value=2))
     def lease(self, n: int, fewer: bool, ahead: int) -> None:
         trains = None if ahead < 0 else self.model.version + ahead
         try:
@@ -182,6 +187,13 @@ class Gate(RuleBasedStateMachine):
         assert all(len(group.rollouts) == group.size >= self.least for group in found.groups)
         runs = [self.do(self.stack.groups.get(group)).requeues for group in group_ids(found)]
         self.batches.append((found, self.model.leased(found, runs, trains)))
+
+    @rule(ahead=st.integers(min_value=-1, max_value=1), step=st.integers(min_value=0, max_value=1))
+    def a_good_trainer_takes_and_acks(self, ahead: int, step: int) -> None:
+        before = len(self.batches)
+        self.lease(1, False, ahead)
+        if len(self.batches) > before:
+            self.ack(before, step)
 
     @precondition(lambda self: self.batches)
     @rule(pick=picks)
@@ -212,7 +224,7 @@ class Gate(RuleBasedStateMachine):
         ends = [group for group in group_ids(batch) if self.do(self.stack.groups.get(group)).state is GroupState.ACKED]
         self.model.acked(ends, until)
 
-    @rule(step=st.integers(min_value=0, max_value=3))
+    @rule(step=st.sampled_from([0, 1, 1, 1, 2, 3]))
     def bump(self, step: int) -> None:
         """A trainer may skip versions, and say the same one twice."""
         self.publish(self.model.version + step)
@@ -294,6 +306,7 @@ class Gate(RuleBasedStateMachine):
             self.check_members(group)
         charged = {name.decode() for name in await client.smembers(job.charged)}
         assert charged == self.model.holds(groups.values())
+        assert await members(job.all[9]) == self.model.waiting()
         aged = {keys.group_of(name) if "-r" in name else name for name in await members(job.oldest)}
         assert aged <= {name for name, group in groups.items() if group.state in (GroupState.RUNNING, GroupState.READY)}
         leased, fenced = await members(job.leases), {name.decode() for name in await client.hkeys(job.fences)}
@@ -373,4 +386,4 @@ class Gate(RuleBasedStateMachine):
 def test_the_gate_keeps_its_promises(fast_valkey_url: str) -> None:
     Gate.url = fast_valkey_url
     checks = list(HealthCheck)
-    run_state_machine_as_test(Gate, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=checks))
+    run_state_machine_as_test(Gate, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=checks))

@@ -50,6 +50,16 @@ async def test_patch_moves_the_gate(stack: Stack) -> None:
         await stack.jobs.patch(job_id, JobPatch(max_in_flight_rollouts=1))
 
 
+async def test_a_gate_that_is_turned_off_forgets_the_places_that_wait_for_a_version(stack: Stack) -> None:
+    job_id = await stack.open_job(staleness_budget=0)
+    await stack.make_ready(2)
+    await stack.batches.ack((await stack.batch(2)).batch_id)
+    assert await stack.charged() == 2
+    await stack.jobs.patch(job_id, JobPatch(staleness_budget=None))
+    assert await stack.charged() == 0
+    assert not await stack.store.redis.exists(keys.JobKeys(job_id).all[9])
+
+
 async def test_policy_is_monotonic(stack: Stack) -> None:
     job_id = await stack.open_job()
     assert (await stack.jobs.set_policy(job_id, 5)).policy_version == 5

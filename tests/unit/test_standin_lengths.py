@@ -9,7 +9,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from service.cli import main
 from service.errors import InvalidError
 from service.standin import drawn_lengths, load_policy
 from service.standin.engine import Engine, Running
@@ -107,3 +109,9 @@ async def test_a_pause_keeps_the_line() -> None:
     assert (list(engine.running), list(engine.waiting)) == (["r0"], ["r1", "r2"])
     engine.resume()
     assert all(running.over for running in await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("options", [pytest.param((), id="neither"), pytest.param(("--policy", __file__, "--mean-tokens", "9"), id="both")])
+def test_the_command_wants_either_a_policy_or_a_length(tmp_path: Path, options: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, ["generator", "--tokenizer", str(tmp_path), *options])
+    assert (result.exit_code, "--policy" in result.output, "--mean-tokens" in result.output) == (2, True, True)

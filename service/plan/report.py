@@ -162,7 +162,8 @@ def _needs(plan: Plan) -> Iterable[str]:
     if sizes.queue_batches is not None:
         yield f"        A queue that evicts its oldest would hold {sizes.queue_batches:.2f} batches for a mean staleness of the budget."
     if sizes.concurrency_limit is not None:
-        yield f"Concurrency: up to about {sizes.concurrency_limit} rollouts in flight keep the mean within the budget."
+        without = "" if sizes.capacity_groups is None else ", the gate left out"
+        yield f"Concurrency{without}: up to about {sizes.concurrency_limit} rollouts in flight keep the mean within the budget."
     if sizes.sandboxes_max:
         yield (
             f"Sandboxes: {sizes.sandboxes_mean:.0f} on average, at most {sizes.sandboxes_max} "

@@ -80,8 +80,8 @@ async def deliver(
     """Train `groups` groups as fast as they come, with rollouts so long-tailed that many come too late."""
     found = Delivered()
     async with AsyncExitStack() as parts:
-        paced = {"mean_tokens": 24, "sigma": 1.0, "tokens_per_s": 24 / rollout_s, "seed": 1}
-        generator_url = await parts.enter_async_context(generator(model, **paced))
+        generating = generator(model, mean_tokens=24, sigma=1.0, tokens_per_s=24 / rollout_s, seed=1)
+        generator_url = await parts.enter_async_context(generating)
         gateway = await parts.enter_async_context(open_gateway(url, KEYS["alpha"]))
         fields = {"group_size": 2, "groups_per_step": step, "staleness_budget": budget, "max_in_flight_rollouts": 256, "max_requeues": 5}
         job, _ = await gateway.create_job(job_spec("requeue", tokenizer, generator_url, stale_policy="requeue", **fields))

@@ -160,13 +160,9 @@ async def measure(case: Case, place: Place) -> Summary:
     """The case driven through the service."""
     steps = place.steps(case)
     async with AsyncExitStack() as parts:
-        paced = {
-            "mean_tokens": MEAN_TOKENS,
-            "sigma": case.sigma,
-            "tokens_per_s": TOKENS_PER_S * place.time_scale,
-            "seed": case.seed,
-        }
-        generator_url = await parts.enter_async_context(generator(place.model, **paced))
+        tokens_per_s = TOKENS_PER_S * place.time_scale
+        generating = generator(place.model, mean_tokens=MEAN_TOKENS, sigma=case.sigma, tokens_per_s=tokens_per_s, seed=case.seed)
+        generator_url = await parts.enter_async_context(generating)
         gateway = await parts.enter_async_context(open_gateway(place.url, KEYS["alpha"]))
         spec = job_spec(
             f"case-{case.seed}",

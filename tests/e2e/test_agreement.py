@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ TIME_SCALE = 900.0
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-SMALL = {"group_size": 2, "groups_per_step": 4, "sigma": 0.3}
+small = partial(Case, group_size=2, groups_per_step=4, sigma=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ async def url(tmp_path_factory: pytest.TempPathFactory, qwen3_dir: Path) -> Asyn
 
 async def test_waits_and_staleness_are_as_planned(url: str, qwen3_dir: Path, model: dict[str, Any]) -> None:
     place = Place(url=url, tokenizer=qwen3_dir, model=model, time_scale=TIME_SCALE, minutes=0.3)
-    cases = [Case(load=0.1, budget=4, **SMALL), Case(load=2.5, budget=1, **SMALL)]
+    cases = [small(load=0.1, budget=4), small(load=2.5, budget=1)]
     for case, measured in zip(cases, await asyncio.gather(*(measure(case, place) for case in cases)), strict=True):
         planned = simulate(case.setting, groups=4000)
         assert measured.wait_fraction == pytest.approx(planned.wait_share, abs=WAIT_BOUND), case.name

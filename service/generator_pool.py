@@ -193,6 +193,7 @@ class GeneratorPool:
     async def _try(self, member: Member, ask: Ask) -> Generation:
         """One call in one place, which it gives back."""
         rid, started, stood_s = new_rid(), time.monotonic(), member.stood_s()
+        asked = self._asked(member, ask, rid)  # of now: weights that move while it runs are newer
         member.calls += 1
         try:
             async with asyncio.timeout(None) as called_away:
@@ -204,7 +205,7 @@ class GeneratorPool:
                 finally:
                     del member.running[rid]
                     self._wake(1)
-            generation = checked(reply, self._asked(member, ask, rid))
+            generation = checked(reply, asked)
         except GeneratorError as error:
             member.failed(error, time.monotonic())
             if member.open:
@@ -225,7 +226,10 @@ class GeneratorPool:
         return replace(generation, generator=member.url, seconds=max(0.0, seconds))
 
     def _asked(self, member: Member, ask: Ask, rid: str) -> Asked:
-        """What the reply is held against: the oldest weights are the job's, or the generator's own where those are older."""
+        """What the reply is held against: the oldest weights are the job's, or the generator's own where those are older.
+
+        Labels must name a version if they did when the call began: what it was sampled from before a first update is called "default".
+        """
         job = (ask.asked.lineage, ask.asked.version)
         lineage, version = min(job, read_label(member.weights.label, lineage=job[0], version=job[1]))
         return replace(ask.asked, rid=rid, lineage=lineage, version=version, labelled=self._labelled)

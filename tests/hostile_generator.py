@@ -46,6 +46,8 @@ class HostileGenerator:
         self.running = 0
         self.most_running = 0
         self.delay_s = 0.0
+        self.meta: dict[str, Any] = {}
+        """What its answers say of themselves otherwise."""
         self._aborted: dict[str, asyncio.Event] = {}
 
     def app(self) -> web.Application:
@@ -97,6 +99,7 @@ class HostileGenerator:
             await self._aborted.setdefault(call["rid"], asyncio.Event()).wait()
         finish = {"type": "abort", "message": "Aborted", "status_code": None} if mood == "hang" else {"type": "stop", "matched": 3}
         reply = good_reply(call, finish)
+        reply["meta_info"] |= self.meta
         return MOODS[mood](reply) if mood in MOODS else web.json_response(reply)
 
 

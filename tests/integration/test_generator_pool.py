@@ -308,3 +308,36 @@ async def test_an_engine_without_spans_gets_the_oldest_version_it_can_have_had()
         pool.take(JobWeights(generators={url: GeneratorWeights(label="0.4")}, current="0.6"))
         generation = await generate(pool, version=6)
     assert [(span.version, span.start, span.end) for span in generation.spans] == [(4, 0, 2)]
+
+
+async def versions_of_a_call(generator: HostileGenerator, *, before: str | None, after: str) -> list[int]:
+    """Of a call for version 6 in whose middle the weights moved. before, after: the job's label then."""
+
+    def labelled(current: str | None) -> JobWeights:
+        return JobWeights(generators={url: GeneratorWeights(label=current)}, current=current)
+
+    async with pool_over(generator) as pool:
+        url = pool.status()[0]["url"]
+        pool.take(labelled(before))
+        task, _, _ = await begun(pool, generator)
+        pool.take(labelled(after))
+        generator.abort_all()
+        generation = await task
+        assert generation.finish is FinishReason.ABORT
+        assert len(generator.calls) == 1
+        assert pool.status()[0]["well"]
+    return [span.version for span in generation.spans]
+
+
+async def test_an_engine_without_spans_may_have_begun_on_the_weights_that_it_had_then() -> None:
+    """Its label was 0.4 when the call began and is 0.6 now: the first token may be 4's, although the job was at 6 already."""
+    generator = HostileGenerator("hang")
+    generator.meta = {"weight_versions": None}
+    assert await versions_of_a_call(generator, before="0.4", after="0.6") == [4]
+
+
+async def test_the_first_update_of_a_job_costs_no_call_that_ran_before_it() -> None:
+    """Until then its generators are called "default", which is the version that the job had as the call began."""
+    generator = HostileGenerator("hang")
+    generator.meta = {"weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "0.7", "start": 1, "end": 2}]}
+    assert await versions_of_a_call(generator, before=None, after="0.7") == [6, 7]

@@ -20,7 +20,7 @@ from service.weight_store import WeightStore
 from workers import metrics
 from workers.backends import open_backends
 from workers.resources import JobContexts, Resources
-from workers.worker import Worker, current_rollout
+from workers.worker import Worker, current_rollout, longest_leave_s
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ async def run(settings: Settings) -> bool:
         working, told = asyncio.create_task(work(settings, store, stopping)), asyncio.create_task(stopping.wait())
         await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
-        await asyncio.wait((working,), timeout=settings.grace_s)
+        await asyncio.wait((working,), timeout=longest_leave_s(settings.grace_s))
         if working.done():
             working.result()
         return working.done()

@@ -37,6 +37,8 @@ ASK_S = 4.0
 IMAGES_S = 30.0
 """How old what a worker says of its backends may be."""
 MAX_IMAGES = 1000
+WORK_SHARE, TEARDOWN_SHARE, RELEASE_SHARE = 0.7, 0.15, 0.1
+"""Of the grace time, at most: until the next step, for the end of what is cancelled then, and for handing leases back."""
 MIN_RELEASE_S = 1.0
 """For handing leases back, however short the grace time is."""
 SWEEP_AGE_S = 60.0
@@ -45,6 +47,11 @@ SWEEP_AGE_S = 60.0
 T = TypeVar("T")
 
 current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("rollout_id", default="-")
+
+
+def longest_leave_s(grace_s: float) -> float:
+    """The longest that a worker takes to leave: `grace_s`, or what handing leases back adds to one that is too short for that."""
+    return max(grace_s, grace_s * (WORK_SHARE + TEARDOWN_SHARE) + MIN_RELEASE_S)
 
 
 @dataclass(slots=True)
@@ -251,16 +258,16 @@ class Worker:
         """Rollouts hand themselves back at their next step, those too that come while we are told to leave; what does not within the grace
         time is cancelled and released. Nothing here takes longer, whatever engine and store do."""
         grace_s, now = self._settings.grace_s, time.monotonic
-        deadline = now() + grace_s * 0.7
+        deadline = now() + grace_s * WORK_SHARE
         while (tasks := self._at_work(leasing)) and now() < deadline:
             await asyncio.wait(tasks, timeout=min(0.5, max(0.0, deadline - now())))
         left = list(self._held.values())
         for held in left:
             held.task.cancel()
         if left:  # a teardown that an engine holds up must not hold up the release
-            await asyncio.wait([held.task for held in left], timeout=grace_s * 0.15)
+            await asyncio.wait([held.task for held in left], timeout=grace_s * TEARDOWN_SHARE)
         try:
-            async with asyncio.timeout(max(MIN_RELEASE_S, grace_s * 0.1)):
+            async with asyncio.timeout(max(MIN_RELEASE_S, grace_s * RELEASE_SHARE)):
                 await asyncio.gather(*(self._release(held.lease) for held in left))
         except TimeoutError:
             logger.warning("the store does not answer: leases that were not handed back run out")

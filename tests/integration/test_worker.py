@@ -20,6 +20,8 @@ from service.records import GroupState, Message, SandboxFields, TaskSpec
 from service.settings import Settings
 from service.store import Store
 from service.weight_store import WeightStore
+from tests.e2e.stack import end, spawn
+from tests.hostile_generator import HostileGenerator, serving
 from tests.store_stack import Stack, store_at
 from workers.resources import JobContexts, Resources
 from workers.rollout import MAX_EXPIRIES, Hold, drive
@@ -31,12 +33,12 @@ pytestmark = pytest.mark.redis
 @pytest.fixture
 async def stack(empty_redis_url: str) -> AsyncIterator[Stack]:
     async with store_at(empty_redis_url) as store:
-        yield Stack(store, lease_s=1.5)
+        yield Stack(store)
 
 
 @asynccontextmanager
 async def resources_of(stack: Stack, tokenizer: Path, **backends: Any) -> AsyncIterator[Resources]:
-    settings = Settings(redis_url=SecretStr(stack.store.url), tokenizer_roots=[tokenizer.parent], lease_s=1.5, grace_s=1.0)
+    settings = Settings(redis_url=SecretStr(stack.store.url), tokenizer_roots=[tokenizer.parent], grace_s=1.0)
     async with JobContexts(settings, stack.jobs, WeightStore(stack.store)) as contexts, aiohttp.ClientSession() as http:
         resources = Resources(
             settings=settings,
@@ -138,7 +140,7 @@ async def test_a_bug_in_a_background_loop_ends_the_worker(stack: Stack, qwen3_di
     store = BrokenHeart(stack.store.redis, stack.store.url)
     async with resources_of(stack, qwen3_dir) as resources:
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(40):
                 await Worker(store, stack.jobs, resources).run()
     assert caught.group_contains(ZeroDivisionError)
 
@@ -149,8 +151,7 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
     await stack.groups.submit(stack.job_id, [task])
     backend = StuckBackend()
     async with resources_of(stack, qwen3_dir, docker=backend) as resources:
-        await resources.contexts.get(stack.job_id)  # loading holds up everything for longer than a lease
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             worker = asyncio.create_task(Worker(stack.store, stack.jobs, resources).run())
             await backend.starting.wait()
             resources.stopping.set()
@@ -159,6 +160,30 @@ async def test_a_teardown_that_hangs_does_not_hold_up_the_release(stack: Stack, 
         assert (again.expiries, again.attempt, again.resumed) == (0, 1, True)
         backend.cleaned.set()
         await asyncio.sleep(0.1)
+
+
+async def test_leases_are_handed_back_however_short_the_grace_time_is(stack: Stack, qwen3_dir: Path, tmp_path: Path) -> None:
+    generator = HostileGenerator("hang")
+    settings = {
+        "ROLLWAY_REDIS_URL": stack.store.url,
+        "ROLLWAY_TOKENIZER_ROOTS": str(qwen3_dir.parent),
+        "ROLLWAY_SANDBOX_POOL": "0",
+        "ROLLWAY_GRACE_S": "0.01",
+    }
+    async with serving(generator) as url:
+        model = {"tokenizer": str(qwen3_dir), "renderer": "qwen3", "context_tokens": 1000}
+        await stack.open_job(group_size=1, generators=[url], model=model)
+        await stack.submit(1)
+        worker = await spawn("worker", env=settings, log=tmp_path / "worker.log")
+        try:
+            async with asyncio.timeout(50):
+                while not generator.hanging:
+                    await asyncio.sleep(0.05)
+            await stack.store.redis.client_pause(200)  # a store that is a little slow
+        finally:
+            status = await end(worker)
+    [again] = await stack.take(worker="w2")
+    assert (status, again.expiries, again.attempt, again.resumed) == (0, 0, 1, True)
 
 
 TOOL_TASK = TaskSpec(task_id="t", messages=[Message(role="user", content="hi")], tools=["bash"])

@@ -136,7 +136,7 @@ async def in_flight(url: str) -> int:
 
 async def sampling(*urls: str, count: int = 1) -> None:
     """Wait until that many requests run there."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while sum([await in_flight(url) for url in urls]) < count:
             await asyncio.sleep(0.01)
 

@@ -37,7 +37,7 @@ async def test_a_batch_that_runs_out_on_its_way_is_leased_anew_and_whole(stack: 
     await stack.open_job()
     groups = await stack.make_ready(2)
     on_its_way = 0
-    async with asyncio.timeout(18):
+    async with asyncio.timeout(50):
         while on_its_way < 3:
             number = int(await stack.store.redis.hget(JobKeys(stack.job_id).job, "batches") or 0) + 1
             leasing = asyncio.create_task(stack.batch(2, lease_s=0.001))

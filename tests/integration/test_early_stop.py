@@ -188,7 +188,7 @@ async def test_a_weight_update_is_a_bump_too(tiny_gateway: RunningGateway, tmp_p
         [group] = await stack.submit(1)
         await stack.sample((await stack.take())[0], 3, at_index=0)
         await on.trainer.until(await on.trainer.begun(1, from_disk="next"), "done")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await stack.state(group) is not GroupState.QUEUED:
                 await asyncio.sleep(0.02)
 

@@ -328,7 +328,7 @@ async def test_over_http_and_for_prometheus(gateway: RunningGateway, client: htt
 async def test_the_service_and_its_trainer_measure_the_same_wait(
     gateway: RunningGateway, client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    """A trainer of 0.4 s a step that gets one rollout each 0.1 s, 8 of which make a batch: it waits about half of its time."""
+    """A trainer of 0.8 s a step that gets one rollout each 0.2 s, 8 of which make a batch: it waits about half of its time."""
     async with standin(tmp_path) as generator:
         job = (await client.post("/v1/jobs", json=job_body(generators=[generator], staleness_budget=9))).json()
         job_id = job["job_id"]
@@ -339,11 +339,11 @@ async def test_the_service_and_its_trainer_measure_the_same_wait(
             while True:
                 for lease in await gateway.leases.take(job_id, "w", n=1):
                     await finish(gateway.leases, lease, turns(1))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
 
         async with open_gateway(gateway.url, KEYS["red"]) as service, asyncio.timeout(60), asyncio.TaskGroup() as group:
             making = group.create_task(make())
-            options = TrainerOptions(url=gateway.url, key=KEYS["red"], job=job_id, pace=Pace(step_s=0.4, time_scale=1.0), steps=6)
+            options = TrainerOptions(url=gateway.url, key=KEYS["red"], job=job_id, pace=Pace(step_s=0.8, time_scale=1.0), steps=6)
             trainer = Trainer(service, await service.job(job_id), options, Progress())
             await trainer.run()
             theirs = await trainer.summary()

@@ -21,10 +21,11 @@ from tests.store_stack import Stack, store_at
 from workers.resources import JobContexts, Resources
 from workers.worker import Worker
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
 LENGTHS = Policy(default=[[Candidate("and so on ", length=Length(mean=60, sigma=1.0))]])
-LEASE_S = 3.0
+LEASE_S = 9.0
+"""A sixth of it passes until a worker hears; all of it, and a machine that stalled has lost its leases."""
 
 
 @asynccontextmanager
@@ -60,7 +61,7 @@ async def working(redis_url: str, folder: Path, *, tokens_per_s: float, **job: A
 
 
 async def until(condition: Callable[[], Awaitable[bool]], *, every_s: float = 0.05) -> None:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(80):
         while not await condition():
             await asyncio.sleep(every_s)
 

@@ -168,10 +168,10 @@ def names_version(label: str | None) -> bool:
     return match is not None and int(match[2]) <= MAX_VERSION
 
 
-def not_older(label: str | None, than: str) -> bool:
-    """Whether a label names a version that is at least the one that `than` names. One without a lineage is taken for one of the same."""
-    lineage, version = read_label(than, version=0, lineage=0)
-    return names_version(label) and read_label(label, version=0, lineage=lineage) >= (lineage, version)
+def not_older(label: str | None, than: str, *, lineage: int | None = None) -> bool:
+    """Whether a label names a version that is at least the one that `than` names. lineage: of a label that names none; None: the same."""
+    bound = read_label(than, version=0, lineage=0)
+    return names_version(label) and read_label(label, version=0, lineage=bound[0] if lineage is None else lineage) >= bound
 
 
 def _check_labels(labels: Sequence[str | None]) -> None:

@@ -39,11 +39,13 @@ class Standing(StrEnum):
 class GeneratorWeights(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What is known of the weights of one generator. `label`: what it said of itself last, or was told; None: never known.
 
+    lineage: of the job when that was read; a label that names none is of it.
     moved: its weights may be others than the label says. paused: it was told to stand still. paused_s: how long it stood still so far.
     """
 
     standing: Standing = Standing.SERVING
     label: str | None = None
+    lineage: int = 0
     moved: bool = False
     why: str = ""
     paused: bool = False
@@ -75,6 +77,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     deadline: float
     state: UpdateState = UpdateState.PAUSING
     reason: str = ""
+    finished: bool = False
+    """The trainer said that it has moved the weights."""
     said: Said | None = None
     ended_at: float | None = None
     parts: dict[str, Part] = {}

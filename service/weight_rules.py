@@ -59,15 +59,17 @@ def begin(
         deadline=now + wanted.timeout_s,
         parts={url: Part(doubted=generator.moved) for url, generator in known.items()},
     )
-    generators = {url: _held(known[url], label) for url, label in labels.items()}
+    generators = {url: _held(known[url], label, lineage) for url, label in labels.items()}
     return _with(weights, update=update, generators=generators, count=update.n)
 
 
-def _held(generator: GeneratorWeights, label: str | None) -> GeneratorWeights:
+def _held(generator: GeneratorWeights, label: str | None, lineage: int) -> GeneratorWeights:
     """Quarantine outlives the beginning of an update, with the label that was known then: what is said meanwhile vouches for nothing."""
     if generator.standing is Standing.QUARANTINED:
         return generator
-    return _as(generator, standing=Standing.HELD, label=label or generator.label, why="")
+    if label is not None:
+        generator = _as(generator, label=label, lineage=lineage)
+    return _as(generator, standing=Standing.HELD, why="")
 
 
 def finish(weights: JobWeights, update_id: str, *, now: float) -> JobWeights:
@@ -88,14 +90,14 @@ def finish(weights: JobWeights, update_id: str, *, now: float) -> JobWeights:
             raise ConflictError(
                 f"update {update_id} is still pausing generators; weights move only once it is paused", retry_after_s=BUSY_S
             )
-    return _with(weights, update=_entered(update, UpdateState.LOADING, now))
+    return _with(weights, update=_as_update(_entered(update, UpdateState.LOADING, now), finished=True))
 
 
 def abandon(weights: JobWeights, update_id: str, said: Said, *, now: float) -> JobWeights:
     """The trainer gives up, and says whether weights moved. Also of an update that failed for want of an answer. Again changes nothing.
 
     Raises:
-        ConflictError: it is loading or done, or the other was said before, or another update began since.
+        ConflictError: it is loading or done, or the other was said before (finish says moved), or another update began since.
     """
     update = _named(weights, update_id)
     if update.said is not None:
@@ -123,6 +125,8 @@ def _believed(weights: JobWeights, update: WeightUpdate) -> dict[str, GeneratorW
             continue
         if update.from_disk is not None:
             raise ConflictError(f"update {update.update_id} failed while it loaded from disk: weights may have moved; load them anew")
+        if update.finished:
+            raise ConflictError(f"update {update.update_id} failed after finish: weights have moved, as you said then; load them anew")
         believed[url] = _as(generator, standing=Standing.HELD, moved=False)
     return believed
 
@@ -240,7 +244,7 @@ def may_serve(weights: JobWeights, url: str, found: str | None) -> bool:
         return current is not None and found == current and found != generator.label
     if found is None or generator.label is None:
         return found is not None and current in (None, found)
-    return found == current or (found == generator.label and (current is None or not_older(found, current)))
+    return found == current or (found == generator.label and (current is None or not_older(found, current, lineage=generator.lineage)))
 
 
 def readmitted(weights: JobWeights, url: str, found: str | None, *, now: float) -> JobWeights:

@@ -148,11 +148,36 @@ def test_a_label_that_the_trainer_gave_meanwhile_is_as_good() -> None:
     assert may_serve(weights, B, "0.1")
 
 
+@pytest.mark.parametrize(("rollback", "serves"), [(True, False), (False, True)])
+def test_a_label_without_a_lineage_is_of_the_one_in_which_it_was_read(rollback: bool, serves: bool) -> None:
+    """7 of before a rollback is not 7 after it, however long the generator was out of service."""
+    policy, labels = (0, 7), dict[str, str | None]({A: "7", B: "7"})
+    weights = begin(JobWeights(), wanted(5 if rollback else 7, rollback=rollback), job_id=JOB, policy=policy, labels=labels, now=0.0)
+    update_id = running(weights).update_id
+    weights = paused(missed(weights, update_id, B, "away"), update_id, A, now=1.0)
+    weights = done(finish(all_asked(weights, update_id, now=1.0), update_id, now=1.0))
+    assert may_serve(weights, B, "7") is serves
+    assert may_serve(weights, B, weights.current)
+    if rollback:
+        after = begin(weights, wanted(6), job_id=JOB, policy=(1, 5), labels=labels, now=2.0)
+        assert not may_serve(after, B, "7")
+
+
 def test_untouched_clears_no_older_doubt() -> None:
     weights = expire(with_all_paused(begun()), now=99.0)
     weights = begun(weights)
     weights = abandon(weights, running(weights).update_id, "untouched", now=100.0)
     assert all(generator.moved for generator in weights.generators.values())
+
+
+def test_what_was_finished_is_not_untouched() -> None:
+    weights = finish(with_all_paused(begun()), f"{JOB}-u1", now=1.0)
+    for url in (A, B):
+        weights = missed(weights, f"{JOB}-u1", url, "it cannot be labelled")
+    weights = close(weights, f"{JOB}-u1", now=2.0)
+    with pytest.raises(ConflictError, match="failed after finish"):
+        abandon(weights, f"{JOB}-u1", "untouched", now=3.0)
+    assert not may_serve(abandon(weights, f"{JOB}-u1", "moved", now=3.0), A, "default")
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -82,14 +82,15 @@ class Control:
     async def load(self, request: web.Request) -> web.Response:
         """Load weights: of which a stand-in has only the label, and asks only that the path be there, where it is one of this machine.
 
-        With requests that stand still in place, the flush fails as SGLang's does: the weights move, and the label in `/model_info` does not.
+        With requests that stand still in place, the flush fails as SGLang's does: the weights move, and the label in `/model_info` does
+        not.
         """
         body = await _object(request)
         path = _required(body, "model_path")
         label = body.get("weight_version")
         if body.get("abort_all_requests", False):
             self._engine.abort_all()
-        if path.startswith("/") and not Path(path).exists():
+        if path.startswith("/") and not await asyncio.to_thread(Path(path).exists):
             message = f"Failed to get weights iterator: there is nothing at '{path}'."
             return answer({"success": False, "message": message, "num_paused_requests": 0}, status=400)
         async with self._engine.drained():

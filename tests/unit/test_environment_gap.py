@@ -80,9 +80,7 @@ CUT = [*called(3), generated(3, finish="abort")]
         pytest.param(called(3, call=BAD), Freshness(lineage=0, version=9, max_gap=0), Generate(max_new_tokens=40), id="nothing-written"),
         pytest.param(CUT, Freshness(lineage=0, version=9, max_gap=0), Generate(max_new_tokens=39), id="a-turn-that-has-begun"),
         pytest.param(called(3)[:3], Freshness(lineage=0, version=9, max_gap=0), Extend(), id="in-a-turn"),
-        pytest.param(
-            called(3), Freshness(lineage=1, version=9, max_gap=0), Generate(max_new_tokens=40), id="a-dead-lineage"
-        ),
+        pytest.param(called(3), Freshness(lineage=1, version=9, max_gap=0), Generate(max_new_tokens=40), id="a-dead-lineage"),
     ],
 )
 def test_what_follows(entries: list[AnyEntry], now: Freshness | None, expected: Step) -> None:

@@ -29,7 +29,8 @@ pytestmark = [
     pytest.mark.timeout(480),
 ]
 
-FIRST, SECOND = "echo 1 >> /work/log; sleep 4", "echo 2 >> /work/log; sleep 4"
+FIRST, SECOND = "echo 1 >> /work/log; sleep 8", "echo 2 >> /work/log; sleep 8"
+"""While one runs its sandbox is killed, by a machine that runs all the doomed at once."""
 POLICY: dict[str, Any] = {
     "rules": [
         rule("do each.", call("bash", command=FIRST), call("bash", command=SECOND) + "\n" + call("submit")),
@@ -50,8 +51,8 @@ DESTROY = {
     "sandbox": {"memory_mib": 64},
 }
 NOTHING = {"messages": [{"role": "user", "content": "Please do nothing."}], "tools": []}
-ONE_BY_ONE = {"ROLLWAY_WORKER_ROLLOUTS": "1", "ROLLWAY_SANDBOX_POOL": "0", "ROLLWAY_LEASE_S": "10"}
-"""So many workers start at once: the lease must last that long."""
+ONE_BY_ONE = {"ROLLWAY_WORKER_ROLLOUTS": "1", "ROLLWAY_SANDBOX_POOL": "0", "ROLLWAY_LEASE_S": "10", "ROLLWAY_GRACE_S": "60"}
+"""So many workers start at once: the lease must last that long. One that is told to leave comes to its next step, after a command's end."""
 
 
 # ------------------------------------------------------------------------------------------------------------------------- workers
@@ -60,7 +61,7 @@ ONE_BY_ONE = {"ROLLWAY_WORKER_ROLLOUTS": "1", "ROLLWAY_SANDBOX_POOL": "0", "ROLL
 async def held(stack: Stack, job_id: str, pid: int) -> dict[str, Any]:
     """The rollout that a worker holds, as the API tells it, once its sandbox is there."""
     name = f"{socket.gethostname()}-{pid}"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(150):
         while True:
             groups = (await stack.api.get(f"/v1/jobs/{job_id}/groups")).json()["groups"]
             for member in (member for group in groups for member in group["members"]):
@@ -80,7 +81,7 @@ async def trouble(stack: Stack, job_id: str, step: str, pid: int) -> None:
     if step in ("handed_back", "release"):
         os.kill(pid, signal.SIGTERM)
         return
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while step == "restored" and (found := await detail(stack, found["rollout_id"]))["turns"] < 2:
             await asyncio.sleep(0.1)
     await docker("kill", found["sandbox_id"])
@@ -88,7 +89,7 @@ async def trouble(stack: Stack, job_id: str, step: str, pid: int) -> None:
 
 async def all_swept(stack: Stack) -> None:
     """What nobody owns any more goes with a sweep, as soon as no worker that might has been heard of for a while."""
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(100):
         while await containers(stack, ""):
             sweep = await spawn("sandbox", "cleanup", "--older-than=0", "--yes", env=stack.env, log=stack.folder / "sweep.log")
             assert await sweep.wait() == 0
@@ -193,7 +194,7 @@ async def gateways(stack: Stack, lives: Sequence[str]) -> AsyncIterator[Gateways
             for client in clients.values():
                 await client.aclose()
         assert sorted(made.done) == sorted(lives)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await processes.end() == dict.fromkeys(born, -signal.SIGKILL)
 
 

@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.timeout(480),
 ]
 
-FIRST, SECOND = "sleep 4", "sleep 5"
+FIRST, SECOND = "sleep 8", "sleep 9"
+"""Long enough to be seen, whatever a slow machine takes for a look."""
 POLICY: dict[str, Any] = {
     "rules": [
         rule(
@@ -48,18 +49,21 @@ async def stack_on(engine: OwnDockerd, folder: Path, tokenizer: Path) -> AsyncIt
             assert await end(worker) == 0
         ours = f"label=rollway={env['ROLLWAY_DEPLOYMENT_ID']}"
         assert [name for name in await engine.containers(ours) if "-pool-" not in name] == []
-        async with asyncio.timeout(40):  # nobody's, once the worker has not been heard of for a while
+        async with asyncio.timeout(100):  # nobody's, once the worker has not been heard of for a while
             while await engine.containers(ours):
                 sweep = await spawn("sandbox", "cleanup", "--older-than=0", "--yes", env=env, log=folder / "sweep.log")
                 assert await sweep.wait() == 0
 
 
 async def in_their_calls(engine: OwnDockerd, group_ids: list[str], command: str) -> None:
-    """Until each group's one rollout is in the middle of that command."""
-    async with asyncio.timeout(60):
-        for group_id in group_ids:
-            while not (box := await engine.containers(f"name={group_id}-r0")) or command not in await engine.top(box[0]):
-                await asyncio.sleep(0.05)
+    """Until each group's one rollout was seen in the middle of that command."""
+
+    async def in_its_call(group_id: str) -> None:
+        while not (box := await engine.containers(f"name={group_id}-r0")) or command not in await engine.top(box[0]):
+            await asyncio.sleep(0.05)
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*map(in_its_call, group_ids))
 
 
 async def observations(stack: Stack, group_id: str) -> list[str]:

@@ -6,20 +6,25 @@ Every call goes to each of the generator's control URLs and raises GeneratorErro
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from service.errors import GeneratorError
-from service.generators import CONTROL_S, NotFoundHereError, control_urls, fetch, headers_of, json_object
+from service.generator_load import told
+from service.generators import CONTROL_S, NotFoundHereError, TimedOutGeneratorError, control_urls, fetch, headers_of, json_object
 from service.records import GeneratorSpec
 from service.weight_records import PauseMode
 
 IDLE_POLL_S = 0.2
 QUIET_POLLS = 2
 """Loads are a snapshot that may lag: it must be empty that often in a row."""
+
+TRIES = 3
+FIRST_PAUSE_S = 0.2
+"""A generator whose connection fails is tried again so often, and so much later, doubling."""
 
 _REFUSED_BEFORE = ("Failed to get model config", "Failed to get weights iterator")
 """How SGLang begins to say that it could not read what it was to load."""
@@ -50,9 +55,7 @@ class GeneratorControl:
 
     async def label(self, *, timeout_s: float = CONTROL_S) -> str | None:
         """The weight_version that all of them have; None where they differ or say none."""
-        labels = {info.get("weight_version") for info in await self.infos(timeout_s=timeout_s)}
-        label = labels.pop()
-        return label if not labels and isinstance(label, str) else None
+        return label_of(await self.infos(timeout_s=timeout_s))
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> None:
         """Stand still. `abort` answers what runs with its tokens so far and waits for that. Idempotent."""
@@ -98,8 +101,9 @@ class GeneratorControl:
 
     async def _busy(self, url: str) -> int:
         body = await fetch(self._session, "GET", f"{url}/v1/loads", self._plain_headers, None, timeout_s=CONTROL_S)
-        loads = json_object(body, "/v1/loads").get("loads", [])
-        return sum(int(load.get("num_running_reqs", 0)) + int(load.get("num_waiting_reqs", 0)) for load in loads)
+        loads = json_object(body, "/v1/loads").get("loads")
+        load = told(loads if isinstance(loads, list) else [])
+        return load.running + load.waiting
 
     async def _post(self, url: str, path: str, body: dict[str, Any], timeout_s: float) -> None:
         await fetch(self._session, "POST", url + path, self._headers, orjson.dumps(body), timeout_s=timeout_s)
@@ -114,3 +118,23 @@ class GeneratorControl:
             raise LoadError(str(error), moved=not any(told in str(error) for told in _REFUSED_BEFORE)) from error
         if json_object(answer, path).get("success") is not True:
             raise LoadError(f"{path} did not succeed", moved=True)
+
+
+def label_of(infos: Sequence[dict[str, Any]]) -> str | None:
+    """The weight_version that all of these descriptions name; None where they differ or say none."""
+    label = infos[0].get("weight_version") if infos else None
+    return label if isinstance(label, str) and all(info.get("weight_version") == label for info in infos) else None
+
+
+async def tried(call: Callable[[], Awaitable[T]]) -> T:
+    """`call`, again where its connection failed; one that only takes too long is not asked twice."""
+    for tries in range(TRIES - 1):
+        try:
+            return await call()
+        except TimedOutGeneratorError:
+            raise
+        except GeneratorError as error:
+            if not error.retryable:
+                raise
+        await asyncio.sleep(FIRST_PAUSE_S * 2**tries)
+    return await call()

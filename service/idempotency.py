@@ -2,7 +2,8 @@
 
 A key is bound to (tenant, method and path, body digest) before the handler runs, so that two bodies never both take effect. Two copies of
 one request in flight may both run: handlers are idempotent themselves (the store takes the request key for what creates things).
-5xx, 429 and 204 are not remembered, since trying again is their cure; after a 5xx, which may have taken effect, the body stays bound.
+5xx, 429, 204 and what has a `Retry-After` are not remembered, since trying again is their cure; after a 5xx, which may have taken effect,
+the body stays bound.
 """
 
 import hashlib
@@ -106,7 +107,7 @@ class Idempotency:
 
 
 def _lasting(response: Response) -> bool:
-    return response.status_code < 500 and response.status_code not in (204, 429)
+    return response.status_code < 500 and response.status_code not in (204, 429) and "retry-after" not in response.headers
 
 
 def _check_same(digest: bytes, key: RequestKey) -> None:

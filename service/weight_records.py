@@ -82,6 +82,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     said: Said | None = None
     ended_at: float | None = None
     parts: dict[str, Part] = {}
+    request: str | None = None
+    """The key of the client's request that began it."""
 
     @property
     def label(self) -> str:
@@ -124,6 +126,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     mode: Mode
     flush_cache: bool
+    request: str | None = None
 
 
 _decoder = msgspec.json.Decoder(JobWeights)

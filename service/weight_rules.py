@@ -30,13 +30,16 @@ BUSY_S = 1.0
 def begin(
     weights: JobWeights, wanted: Wanted, *, job_id: str, policy: tuple[int, int], labels: Mapping[str, str | None], now: float
 ) -> JobWeights:
-    """A new update of the generators that `labels` names (each with the label it has now; None: it did not say).
+    """A new update of the generators that `labels` names (each with the label it has now; None: it did not say). The same request again
+    changes nothing.
 
     policy: (lineage, version) of the job.
 
     Raises:
         ConflictError: another one runs, or the version goes backwards.
     """
+    if wanted.request is not None and weights.update is not None and weights.update.request == wanted.request:
+        return weights
     if weights.running is not None:
         told = f"update {weights.running.update_id} is {weights.running.state}; finish or abandon it, or wait for it"
         raise ConflictError(told, retry_after_s=BUSY_S)
@@ -58,6 +61,7 @@ def begin(
         began_at=now,
         deadline=now + wanted.timeout_s,
         parts={url: Part(doubted=generator.moved) for url, generator in known.items()},
+        request=wanted.request,
     )
     generators = {url: _held(known[url], label, lineage) for url, label in labels.items()}
     return _with(weights, update=update, generators=generators, count=update.n)

@@ -200,4 +200,4 @@ def _arguments(known: Known, weights: JobWeights, *, same_spec: bool) -> list[Ar
     forgotten = f"update:{replaced.n - KEPT}" if replaced and replaced.n > KEPT else ""
     ends = update is not None and weights.current is not None and update.state == "done" and before is not None and before.state != "done"
     publish: list[Argument] = [update.version, int(update.rollback)] if ends and update is not None else ["", "0"]
-    return [known.raw, encode(weights), known.raw_spec if same_spec else "", running, *ended, forgotten, *publish]
+    return [known.raw, encode(weights), known.raw_spec if same_spec else "", running, *ended, forgotten, *publish, known.lineage]

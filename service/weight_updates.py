@@ -14,13 +14,12 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
 
 import aiohttp
 
 from service.errors import ConflictError, GeneratorError, NotFoundError, UnavailableError
-from service.generator_control import GeneratorControl, LoadError
-from service.generators import CONTROL_S, TimedOutGeneratorError, control_urls
+from service.generator_control import FIRST_PAUSE_S, GeneratorControl, LoadError, tried
+from service.generators import CONTROL_S, control_urls
 from service.keys import job_of
 from service.records import GeneratorSpec
 from service.weight_records import JobWeights, Said, Standing, UpdateState, Wanted, WeightUpdate
@@ -60,14 +59,8 @@ PROBE_S = 2.0
 PAUSE_S = 30.0
 """One call that pauses: in mode abort the engine waits for what runs to come to its next token."""
 
-TRIES = 3
-FIRST_PAUSE_S = 0.2
-"""A generator whose connection fails is tried again so often, and so much later, doubling."""
-
 AT_ONCE = 64
 """Generators of one job that are spoken to side by side."""
-
-T = TypeVar("T")
 
 
 class WeightUpdates:
@@ -81,7 +74,7 @@ class WeightUpdates:
         self._wake = asyncio.Event()
         self._driven: dict[str, asyncio.Task[None]] = {}
         self._stood: set[tuple[str, str]] = set()
-        """(update, url) that this process paused itself."""
+        """(update, url) that this process paused, and has driven since: nobody can have let it go on."""
 
     # ------------------------------------------------------------------------------------------------------------------ for clients
 
@@ -131,11 +124,16 @@ class WeightUpdates:
             told = f"update {running.update_id} is {running.state}: generators cannot change under it"
             raise ConflictError(f"{told}; finish or abandon it, or wait for it", retry_after_s=BUSY_S)
 
-    async def patched(self, job_id: str) -> None:
-        """The job's generators changed: those that left are anybody's."""
+    async def patched(self, job_id: str, before: Iterable[GeneratorSpec]) -> None:
+        """The job's generators changed: those that left are anybody's, and go on."""
         known = await self._weights.known(job_id)
-        await self._drop(known, set(known.weights.generators) - {spec.url for spec in known.spec.generator_specs})
         kept = {url for spec in known.spec.generator_specs for url in control_urls(spec)}
+        out = {url for url, generator in known.weights.generators.items() if generator.standing is not Standing.SERVING}
+        left = [(spec, [url for url in control_urls(spec) if url not in kept]) for spec in before if spec.url in out]
+        still = [spec.model_copy(update={"control_urls": urls}) for spec, urls in left if urls]
+        await asyncio.gather(*(self._go_on(job_id, spec) for spec in still))
+        urls = set(known.weights.generators) - {spec.url for spec in known.spec.generator_specs}
+        await self._change(job_id, lambda now: without(now.weights, urls))
         await self._weights.keep(job_id, kept)
 
     async def deleted(self, job_id: str) -> None:
@@ -179,6 +177,7 @@ class WeightUpdates:
 
     def _left(self, job_id: str, _: asyncio.Task[None]) -> None:
         self._driven.pop(job_id, None)
+        self._stood = {(update_id, url) for update_id, url in self._stood if job_of(update_id) != job_id}
 
     async def _drive(self, job_id: str) -> None:
         """Take the job's update as far as it goes. Whoever lost the right to it stops at once; the next one repeats what it had begun."""
@@ -258,7 +257,7 @@ class WeightUpdates:
                 control = self._control(known, url)
                 if update.mode == "drain":
                     await control.idle()
-                await _tried(lambda: control.pause(update.pause_mode, timeout_s=PAUSE_S))
+                await tried(lambda: control.pause(update.pause_mode, timeout_s=PAUSE_S))
         except (GeneratorError, TimeoutError) as error:
             await self._missed(known, update, url, error)
         else:
@@ -271,9 +270,9 @@ class WeightUpdates:
             async with asyncio.timeout(max(CONTROL_S, update.deadline - time.time())):
                 control = self._control(known, url)
                 await self._move(control, known, update, url)
-                if (found := await _tried(control.label)) != update.label:
+                if (found := await tried(control.label)) != update.label:
                     raise GeneratorError(f"its weight_version is {found!r} after it was set to {update.label!r}", retryable=False)
-                await _tried(control.resume)
+                await tried(control.resume)
         except LoadError as error:
             if error.moved:
                 await self._missed(known, update, url, error)
@@ -287,14 +286,14 @@ class WeightUpdates:
 
     async def _move(self, control: GeneratorControl, known: Known, update: WeightUpdate, url: str) -> None:
         if update.from_disk is None:
-            await _tried(lambda: control.relabel(update.label))
+            await tried(lambda: control.relabel(update.label))
             if update.flush_cache:
-                await _tried(control.flush)
+                await tried(control.flush)
             return
         if (update.update_id, url) not in self._stood:  # another gateway paused it, and may have let it go on
-            if known.weights.generators[url].label != update.label == await _tried(control.label):
+            if known.weights.generators[url].label != update.label == await tried(control.label):
                 return
-            await _tried(lambda: control.pause("retract" if update.flush_cache else "in_place", timeout_s=PAUSE_S))
+            await tried(lambda: control.pause("retract" if update.flush_cache else "in_place", timeout_s=PAUSE_S))
         left_s = max(CONTROL_S, update.deadline - time.time())
         await control.load(update.from_disk, update.label, flush_cache=update.flush_cache, timeout_s=left_s)
 
@@ -350,7 +349,7 @@ class WeightUpdates:
 
     async def _go_on(self, job_id: str, spec: GeneratorSpec) -> None:
         try:
-            await _tried(lambda: GeneratorControl(self._http, spec).resume(timeout_s=PROBE_S))
+            await tried(lambda: GeneratorControl(self._http, spec).resume(timeout_s=PROBE_S))
         except GeneratorError as error:
             logger.warning("generator %s, no longer of job %s, was left standing still: %s", spec.url, job_id, error)
 
@@ -384,17 +383,3 @@ class WeightUpdates:
         async with asyncio.TaskGroup() as group:
             for url in urls:
                 group.create_task(one(url))
-
-
-async def _tried(call: Callable[[], Awaitable[T]]) -> T:
-    """`call`, again where its connection failed; one that only takes too long is not asked twice."""
-    for tries in range(TRIES - 1):
-        try:
-            return await call()
-        except TimedOutGeneratorError:
-            raise
-        except GeneratorError as error:
-            if not error.retryable:
-                raise
-        await asyncio.sleep(FIRST_PAUSE_S * 2**tries)
-    return await call()

@@ -99,7 +99,7 @@ async def patch_job(job_id: str, request: Request, gateway: GatewayDep, tenant: 
     await check_patch(gateway, record, patch)
     patched = await gateway.jobs.patch(job_id, patch)
     if patch.generators is not None:
-        await gateway.updates.patched(job_id)
+        await gateway.updates.patched(job_id, record.spec.generator_specs)
     return answer(job_answer(patched, await gateway.jobs.counts(job_id)))
 
 

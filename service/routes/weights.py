@@ -11,7 +11,7 @@ from starlette.responses import Response
 from service.bodies import read_as
 from service.errors import FieldProblem, GeneratorError, InvalidError, NotFoundError
 from service.gateway import Gateway, GatewayDep, PostDep, Tenant
-from service.generator_control import GeneratorControl
+from service.generator_control import GeneratorControl, label_of
 from service.generators import NotFoundHereError
 from service.keys import job_of
 from service.problems import problem_responses
@@ -93,6 +93,7 @@ async def begin_update(job_id: str, post: PostDep) -> Response:
             timeout_s=asked.timeout_s,
             mode=spec.weight_update,
             flush_cache=spec.flush_cache if asked.flush_cache is None else asked.flush_cache,
+            request=post.key,
         )
         gateway.updates.check(known, wanted)
         chat = await load_chat(gateway, spec)
@@ -134,9 +135,7 @@ async def labels_of(gateway: Gateway, specs: list[GeneratorSpec], *, vocab_size:
         if sizes and min(sizes) < vocab_size:
             problem = f"it has {min(sizes)} token ids and the job's tokenizer {vocab_size}: it serves a model of another tokenizer"
             problems.append(FieldProblem(field=f"generators.{number}.url", problem=problem))
-        said = {info.get("weight_version") for info in infos}
-        label = said.pop() if len(said) == 1 else None
-        labels[spec.url] = label if isinstance(label, str) else None
+        labels[spec.url] = label_of(infos)
     if problems:
         raise InvalidError("some generators cannot take part in a weight update", fields=problems)
     return labels
@@ -144,8 +143,8 @@ async def labels_of(gateway: Gateway, specs: list[GeneratorSpec], *, vocab_size:
 
 def kind_of(info: dict[str, Any]) -> str:
     """What stays the same when weights move."""
-    architectures = info.get("architectures") or []
-    return " ".join([str(info.get("model_type")), *map(str, architectures)])
+    architectures = info.get("architectures")
+    return " ".join([str(info.get("model_type")), *map(str, architectures if isinstance(architectures, list) else ())])
 
 
 @router.get(

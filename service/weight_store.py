@@ -4,9 +4,11 @@ What always holds: a change that two make at once is made by one after the other
 stays readable among the last `KEPT`.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -46,6 +48,8 @@ class WeightStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By job: many generators of one answer at once, and of changes side by side all but one are in vain."""
 
     async def read(self, job_id: str) -> JobWeights:
         """The weights alone: what workers ask for again and again."""
@@ -88,23 +92,28 @@ class WeightStore:
         Raises:
             NotFoundError: the job is gone.
         """
-        job = keys.JobKeys(job_id)
+        async with self._turns.setdefault(job_id, asyncio.Lock()):
+            before, weights = await self._changed(job_id, change, same_spec=same_spec)
+        if (weights.update and weights.update.state) != (before.update and before.update.state):
+            await self._store.to_disk(keys.JobKeys(job_id))
+            await stop_stale(self._store, job_id)
+        return weights
+
+    async def _changed(self, job_id: str, change: Change, *, same_spec: bool) -> tuple[JobWeights, JobWeights]:
+        """What was, and what is."""
         while True:
             known = await self.known(job_id)
             weights = change(known)
             if weights == known.weights:
-                return weights
-            if weights.unsettled:
+                return weights, weights
+            if weights.unsettled and not known.weights.unsettled:
                 await self.attend(job_id)
             args = _arguments(known, weights, same_spec=same_spec)
-            reply = await self._store.script("weights_write")(job, args)
+            reply = await self._store.script("weights_write")(keys.JobKeys(job_id), args)
             if reply["status"] == "missing":
                 raise keys.missing(job_id)
             if reply["status"] == "ok":
-                if (weights.update and weights.update.state) != (known.weights.update and known.weights.update.state):
-                    await self._store.to_disk(job)
-                    await stop_stale(self._store, job_id)
-                return weights
+                return known.weights, weights
 
     async def update(self, update_id: str) -> WeightUpdate:
         """An update, as it is or as it ended. Raises NotFoundError: there is none, or it was long ago."""

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from service.keys import JobKeys
 from service.weight_records import JobWeights, Wanted
-from service.weight_rules import begin
+from service.weight_rules import begin, paused
 from service.weight_store import Known, WeightStore
 from tests.gateway_play import DEAD_GENERATOR
 from tests.gateway_stack import RunningGateway
@@ -115,6 +115,28 @@ async def test_a_conflict_that_passes_is_not_remembered(tiny_gateway: RunningGat
         answers["/v1/loads"] = {"loads": []}
         await trainer.until(update_id, "paused")
         assert (await trainer.api.post(call, json={}, headers={"Idempotency-Key": "k"})).status_code == 202
+
+
+async def test_generators_that_answer_at_once_do_not_outdo_each_other(empty_redis_url: str) -> None:
+    """64 of them cost 64 changes, and not that again for each that comes in between."""
+    async with store_at(empty_redis_url) as store:
+        job_id, urls = await Stack(store).open_job(), [f"http://g{number}" for number in range(64)]
+        weights = WeightStore(store)
+        wanted = Wanted(version=1, from_disk=None, rollback=False, timeout_s=9, mode="in_flight", flush_cache=False)
+        labels = dict.fromkeys(urls, "0")
+        begun = await weights.change(
+            job_id, lambda known: begin(known.weights, wanted, job_id=job_id, policy=(0, 0), labels=labels, now=0.0)
+        )
+        assert begun.update is not None
+        update_id = begun.update.update_id
+
+        async def pause(url: str) -> None:
+            await weights.change(job_id, lambda known: paused(known.weights, update_id, url, now=1.0))
+
+        await store.redis.config_resetstat()
+        await asyncio.gather(*map(pause, urls))
+        assert (await store.redis.info("commandstats"))["cmdstat_evalsha"]["calls"] == 64
+        assert all(generator.paused for generator in (await weights.read(job_id)).generators.values())
 
 
 async def test_an_update_that_begins_beside_a_rollback_is_of_the_new_lineage(empty_redis_url: str) -> None:

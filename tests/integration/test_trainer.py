@@ -92,7 +92,7 @@ async def test_it_feeds_leases_trains_labels_and_publishes(gateway: RunningGatew
         summary = await job.train(steps=6, warm_up=1, time_scale=10.0, step_s=1.0)
         counts = await job.counts()
         assert (summary.steps, summary.version, summary.lost_batches, summary.discarded) == (5, 6, 0, {})
-        assert summary.train_s == pytest.approx(1.0, rel=0.5)
+        assert 0.9 < summary.train_s < 9  # 0.1 s of ours, and what a busy machine adds
         assert summary.samples_per_s > 0
         assert summary.staleness is not None
         assert summary.staleness.max <= 1
@@ -145,7 +145,7 @@ async def test_a_trainer_that_was_restarted_takes_its_batches_back(gateway: Runn
 
 async def test_a_lease_is_renewed_for_as_long_as_a_step_takes(gateway: RunningGateway, generator_url: str) -> None:
     async with played(gateway, generator_url, staleness_budget=1) as job:
-        training = asyncio.create_task(job.train(step_s=600.0, lease_s=3.0))
+        training = asyncio.create_task(job.train(step_s=600.0, lease_s=9.0))
         while not (held := await gateway.batches.live(job.job_id)):
             await asyncio.sleep(POLL_S)
         while (await gateway.batches.live(job.job_id))[0].lease_until == held[0].lease_until:

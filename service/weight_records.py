@@ -40,13 +40,17 @@ class GeneratorWeights(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     """What is known of the weights of one generator. `label`: what it said of itself last, or was told; None: never known.
 
     lineage: of the job when that was read; a label that names none is of it.
-    moved: its weights may be others than the label says. paused: it was told to stand still. paused_s: how long it stood still so far.
+    moved: its weights may be others than the label says. unprovable: then no label that it says proves anything either, since a load of an
+    update before may come to its end late, under the label of the present one.
+
+    paused: it was told to stand still. paused_s: how long it stood still so far.
     """
 
     standing: Standing = Standing.SERVING
     label: str | None = None
     lineage: int = 0
     moved: bool = False
+    unprovable: bool = False
     why: str = ""
     paused: bool = False
     paused_at: float = 0.0

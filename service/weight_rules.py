@@ -63,14 +63,18 @@ def begin(
         parts={url: Part(doubted=generator.moved) for url, generator in known.items()},
         request=wanted.request,
     )
-    generators = {url: _held(known[url], label, lineage) for url, label in labels.items()}
+    again = weights.update is not None and weights.update.label == update.label
+    generators = {url: _held(known[url], label, lineage, proven=not again and label != update.label) for url, label in labels.items()}
     return _with(weights, update=update, generators=generators, count=update.n)
 
 
-def _held(generator: GeneratorWeights, label: str | None, lineage: int) -> GeneratorWeights:
-    """Quarantine outlives the beginning of an update, with the label that was known then: what is said meanwhile vouches for nothing."""
+def _held(generator: GeneratorWeights, label: str | None, lineage: int, *, proven: bool) -> GeneratorWeights:
+    """Quarantine outlives the beginning of an update, with the label that was known then: what is said meanwhile vouches for nothing.
+
+    proven: the update's label can come from no load of before.
+    """
     if generator.standing is Standing.QUARANTINED:
-        return generator
+        return _as(generator, unprovable=generator.moved and (generator.unprovable or not proven))
     if label is not None:
         generator = _as(generator, label=label, lineage=lineage)
     return _as(generator, standing=Standing.HELD, why="")
@@ -196,7 +200,7 @@ def serving(weights: JobWeights, update_id: str, url: str, *, now: float) -> Job
     if update is None or update.update_id != update_id or url not in weights.generators:
         return weights
     weights = _part(weights, update_id, url, UpdateState.DONE)
-    generator = _as(weights.generators[url], label=update.label, moved=False)
+    generator = _as(weights.generators[url], label=update.label, moved=False, unprovable=False)
     return _resumed(_with(weights, generators={**weights.generators, url: generator}), url, now=now)
 
 
@@ -245,7 +249,7 @@ def may_serve(weights: JobWeights, url: str, found: str | None) -> bool:
     """
     generator, current = weights.generators[url], weights.current
     if generator.moved:
-        return current is not None and found == current and found != generator.label
+        return current is not None and found == current and found != generator.label and not generator.unprovable
     if found is None or generator.label is None:
         return found is not None and current in (None, found)
     return found == current or (found == generator.label and (current is None or not_older(found, current, lineage=generator.lineage)))

@@ -291,7 +291,8 @@ class WeightUpdates:
                 await tried(control.flush)
             return
         if (update.update_id, url) not in self._stood:  # another gateway paused it, and may have let it go on
-            if known.weights.generators[url].label != update.label == await tried(control.label):
+            before = known.weights.generators[url]
+            if not before.unprovable and before.label != update.label == await tried(control.label):
                 return
             await tried(lambda: control.pause("retract" if update.flush_cache else "in_place", timeout_s=PAUSE_S))
         left_s = max(CONTROL_S, update.deadline - time.time())

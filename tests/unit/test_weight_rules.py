@@ -170,6 +170,20 @@ def test_untouched_clears_no_older_doubt() -> None:
     assert all(generator.moved for generator in weights.generators.values())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_load_that_ends_late_is_not_taken_for_that_of_the_next_update(late: bool) -> None:
+    """Both are of version 1, but not from the same place. late: after the second one began."""
+    weights = with_all_paused(begun(from_disk="/wrong"))
+    weights = close(missed(missed(weights, f"{JOB}-u1", A, "broke"), f"{JOB}-u1", B, "too slow"), f"{JOB}-u1", now=1.0)
+    labels: dict[str, str | None] = {A: "default", B: None if late else "0.1"}
+    weights = begin(weights, wanted(from_disk="/right"), job_id=JOB, policy=(0, 0), labels=labels, now=2.0)
+    weights = paused(missed(weights, f"{JOB}-u2", B, "away"), f"{JOB}-u2", A, now=2.0)
+    weights = done(all_asked(weights, f"{JOB}-u2", now=2.0))
+    assert standings(weights) == {A: Standing.SERVING, B: Standing.QUARANTINED}
+    assert not any(may_serve(weights, B, label) for label in ("default", "0.1", None))
+    assert standings(done(with_all_paused(begun(weights, from_disk="/right", policy=(0, 1)))))[B] is Standing.SERVING
+
+
 def test_what_was_finished_is_not_untouched() -> None:
     weights = finish(with_all_paused(begun()), f"{JOB}-u1", now=1.0)
     for url in (A, B):

@@ -76,6 +76,9 @@ POOL: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, "health_check_interv
 Argument = str | bytes | int | float
 AWAY = (*TROUBLE, ReadOnlyError)
 
+NO_WRITES = ("MISCONF", "NOREPLICAS", "BUSY ")
+"""How the answer of a Redis begins that takes none now: it cannot write to its disk, too few replicas follow, a script holds it up."""
+
 
 @contextmanager
 def unavailable() -> Iterator[None]:
@@ -85,6 +88,8 @@ def unavailable() -> Iterator[None]:
     except AWAY as error:
         raise UnavailableError(f"the store is away ({type(error).__name__}: {error})", retry_after_s=1.0) from error
     except ResponseError as error:
+        if str(error).startswith(NO_WRITES):
+            raise UnavailableError(f"the store takes no writes ({error})", retry_after_s=5.0) from error
         if not isinstance(error, OutOfMemoryError) and "OOM" not in str(error):  # a script's is a text
             raise
         raise UnavailableError("the store is out of memory; raise its maxmemory", retry_after_s=5.0) from error

@@ -214,6 +214,23 @@ async def test_a_stall_of_the_store_delays_and_loses_nothing(empty_redis_url: st
         assert (await stack.jobs.counts(stack.job_id)).backlog == 1
 
 
+async def test_a_store_that_takes_no_writes_is_away_and_comes_back(tmp_path: Path) -> None:
+    """As one whose last replica is lost, where its settings ask for one."""
+    with ValkeyServer(data_dir=tmp_path, appendonly="yes", save="") as server:
+        async with store_at(server.connection_url) as store:
+            stack = Stack(store)
+            await stack.open_job(group_size=1)
+            await stack.submit(2)
+            lease = await stack.one()
+            await store.redis.config_set("min-replicas-to-write", 1)
+            for refused in (stack.submit(1, prefix="more"), stack.take(), stack.open_journal(lease), store.heartbeat("w1", {}, 30.0)):
+                with pytest.raises(UnavailableError, match=r"takes no writes \(NOREPLICAS"):
+                    await refused
+            await store.redis.config_set("min-replicas-to-write", 0)
+            await stack.open_journal(lease)
+            assert len(await stack.take()) == 1
+
+
 async def test_a_full_store_can_be_emptied(tmp_path: Path) -> None:
     """New work is refused; what holds leases keeps them, and what ends or gives memory back goes through."""
     with ValkeyServer(data_dir=tmp_path, appendonly="yes", save="") as server:

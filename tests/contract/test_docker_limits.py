@@ -71,6 +71,14 @@ async def abused(sandbox: Sandbox, neighbour: Sandbox, script: str, *, timeout_s
     return Abuse(result, answers)
 
 
+async def remove(sandbox: Sandbox, script: str) -> None:
+    """Past twice its limit a watched disk may end also what frees it, where that is slow: then it is asked for again."""
+    for _ in range(10):
+        if (await bash(sandbox, f"{script} && echo gone")).stdout == b"gone\n":
+            return
+    pytest.fail("the disk was never freed")
+
+
 async def assert_usable(sandbox: Sandbox) -> None:
     assert await sandbox.poll()
     assert (await bash(sandbox, "echo well")).stdout == b"well\n"
@@ -118,9 +126,9 @@ async def test_files_in_memory_are_memory(backend: DockerBackend) -> None:
 
 async def test_one_large_file(backend: DockerBackend) -> None:
     async with sandbox_of(backend, disk_mib=32) as sandbox:
-        result = await bash(sandbox, "head -c 200M /dev/zero > /work/x; echo code $?")
+        result = await bash(sandbox, "head -c 200M /dev/zero > /work/x && sleep 15; echo code $?")  # a watch comes after the writing
         assert result.disk_full or b"code 0" not in result.stdout
-        assert (await bash(sandbox, "rm /work/x && echo gone")).stdout == b"gone\n"
+        await remove(sandbox, "rm -f /work/x")
 
 
 async def test_a_disk_filled_by_many_files(backend: DockerBackend, neighbour: Sandbox) -> None:
@@ -129,7 +137,7 @@ async def test_a_disk_filled_by_many_files(backend: DockerBackend, neighbour: Sa
         seen = await abused(sandbox, neighbour, script)
         assert seen.result.disk_full
         assert max(seen.answers_s, default=0) < ANSWER_S
-        assert (await bash(sandbox, "rm -f /work/*; echo gone")).stdout == b"gone\n"
+        await remove(sandbox, "rm -f /work/*")
         await assert_usable(sandbox)
         assert not (await bash(sandbox, "head -c 1M /dev/zero > /work/small")).disk_full
 
@@ -140,7 +148,7 @@ async def test_a_million_empty_files(backend: DockerBackend, neighbour: Sandbox)
         seen = await abused(sandbox, neighbour, f'exec python3 -c "{script}"')
         assert seen.result.disk_full
         assert max(seen.answers_s, default=0) < ANSWER_S
-        assert (await bash(sandbox, "find /work -type f -delete; echo gone")).stdout == b"gone\n"
+        await remove(sandbox, "find /work -type f -delete")
 
 
 async def test_shared_memory_is_bounded_in_number_too(backend: DockerBackend) -> None:

@@ -91,7 +91,7 @@ async def test_case_060_a_turn_cut_by_an_update_goes_on_and_is_no_answer(stack: 
     batch = await stack.batch(job_id, 1)
     ((trajectory, sample),) = flat(batch)
     assert (trajectory["attempt"], trajectory["turns"], trajectory["tool_calls"]) == (1, 2, 1)
-    assert trajectory["versions"] == {"oldest": 0, "newest": 1}
+    assert trajectory["versions"] == {"oldest": 0, "newest": 1, "environment_gap": 0}
     first, second = generations(stack, sample)
     assert [record["finish"] for record in first] == ["abort", "stop"]
     assert [record["finish"] for record in second] == ["stop"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from service.generation_reply import read_label
 from tests.e2e.stack import Stack, running, task
 from tests.killed_client import assert_aborted_for_a_killed_client
 from tests.recording_proxy import engine_versions, recording
@@ -87,7 +88,7 @@ async def label_version(url: str) -> int:
     """The version that the engine's label names; a label that is no number ("default") leaves the job's, 0 here."""
     async with httpx.AsyncClient() as client:
         label = (await client.get(f"{url}/model_info")).json()["weight_version"]
-    return int(label) if label.isdigit() else 0
+    return read_label(label, version=0, lineage=0)[1]
 
 
 async def test_a_small_model_makes_whole_rollouts_when_guided(stack: Stack) -> None:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 settings.register_profile("rollway", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no defect
 settings.load_profile("rollway")
 
+for name in ("PY_COLORS", "FORCE_COLOR", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)  # set to anything, they have the command line colour its messages in the middle of words
 
 CHAOS_VARIABLE = "ROLLWAY_TEST_CHAOS_S"
 

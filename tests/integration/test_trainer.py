@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -32,8 +31,6 @@ from tests.standin_stack import standin
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
 POLL_S = 0.01
-FORCE_COLORS = frozenset({"PY_COLORS", "FORCE_COLOR", "GITHUB_ACTIONS"})
-"""Where they are set, whatever they say, a command's messages are coloured in the middle of words."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,8 +252,7 @@ async def test_a_job_that_is_not_there_is_named(gateway: RunningGateway) -> None
 async def rollway(*arguments: str) -> asyncio.subprocess.Process:
     command = str(Path(sys.executable).with_name("rollway"))
     pipe = asyncio.subprocess.PIPE
-    env = {name: value for name, value in os.environ.items() if name not in FORCE_COLORS}
-    return await asyncio.create_subprocess_exec(command, "trainer", *arguments, stdout=pipe, stderr=pipe, env=env)
+    return await asyncio.create_subprocess_exec(command, "trainer", *arguments, stdout=pipe, stderr=pipe)
 
 
 async def test_ctrl_c_hands_back_and_still_shows_the_figures(gateway: RunningGateway, generator_url: str) -> None:
